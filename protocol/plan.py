@@ -287,7 +287,7 @@ def _encode(plan: Plan) -> bytes:
         for component in bucket.components:
             shape = component.shape
             if len(shape) > MAX_DIMENSIONS:
-                raise InvalidArgumentError(f"{component.name} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} go")
+                raise InvalidArgumentError(f"{component.name}: {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
             out += _text(component.name) + struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
     if plan.sections:
         out += struct.pack("<I", len(plan.sections))

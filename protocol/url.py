@@ -35,7 +35,7 @@ def parse_target(url: str) -> tuple[str, int]:
     """
     host, port = parse_url(url)
     if port == 0 or host == "*":
-        raise InvalidArgumentError(f"{url!r} names no one coordinator: give its host and port")
+        raise InvalidArgumentError(f"{url!r} names no single coordinator: give its host and port")
     return host.strip("[]"), port
 
 

@@ -216,12 +216,12 @@ READ_ONLY.flags.writeable = False
         ),
         (
             SizeMismatchError,
-            "block 0 has component sizes (100, 28), agreed were",
+            "block 0 has component sizes (100, 28), agreed on were",
             lambda e: e.push_block(0, 0, BLOCK, component_sizes=(100, 28)),
         ),
         (
             SizeMismatchError,
-            "the components of block.0 have (100, 28) elements, agreed were",
+            "the components of block.0 have (100, 28) elements, agreed on were",
             lambda e: e.push_block(0, 0, [BLOCK[:100], BLOCK[100:]]),
         ),
         (InvalidArgumentError, "a weight is", lambda e: e.push_block(0, 0, BLOCK, weight=-1.0)),

@@ -368,7 +368,7 @@ def test_status_of_something_that_answers_something_else(
 
 @pytest.mark.parametrize("url", ["tcp://*:7411", "tcp://127.0.0.1:0"])
 def test_status_needs_one_host_and_port(capsys: pytest.CaptureFixture[str], url: str) -> None:
-    assert f"{url!r} names no one coordinator: give its host and port" in complaint(capsys, url)
+    assert f"{url!r} names no single coordinator: give its host and port" in complaint(capsys, url)
 
 
 def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,8 +301,16 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "other scheme": ({"url": "http://localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
     "no port": ({"url": "tcp://localhost"}, InvalidArgumentError, "is no coordinator's URL"),
     "port": ({"url": "tcp://localhost:99999"}, InvalidArgumentError, "a port is a number from 0 to 65535"),
-    "port 0": ({"url": "tcp://localhost:0"}, InvalidArgumentError, "names no one coordinator: give its host and port"),
-    "every host": ({"url": "tcp://*:7411"}, InvalidArgumentError, "names no one coordinator: give its host and port"),
+    "port 0": (
+        {"url": "tcp://localhost:0"},
+        InvalidArgumentError,
+        "names no single coordinator: give its host and port",
+    ),
+    "every host": (
+        {"url": "tcp://*:7411"},
+        InvalidArgumentError,
+        "names no single coordinator: give its host and port",
+    ),
     "negative rank": ({"rank": -1}, InvalidRankError, "rank is -1, and must be from 0 to 1023"),
     "rank of the world": ({"rank": 2, "world_size": 2}, InvalidRankError, "rank is 2, and must be from 0 to 1"),
     "rank of no type": ({"rank": "0"}, InvalidArgumentError, "rank is '0', and must be a whole number"),

@@ -367,7 +367,7 @@ def test_workers_in_different_modes_are_told_so_at_once() -> None:
     assert set(texts) == {
         "backward ran in training mode at 'worker-0' (rank 0), 'worker-2' (rank 2), and in eval mode at 'worker-1' "
         "(rank 1): with exchange_in_eval=False all workers must be in the same mode (a backward of one worker alone "
-        "belongs into no_sync)"
+        "belongs in no_sync)"
     }
 
 

@@ -109,7 +109,7 @@ def test_a_plan_that_cannot_be_written_down_is_refused_where_it_was_made() -> No
 
     with pytest.raises(InvalidArgumentError, match="4097 bytes long, the limit is 4096"):
         _ = simple_plan([(long, 1)], FLOAT32).encoded
-    with pytest.raises(InvalidArgumentError, match="65 dimensions, at most 64"):
+    with pytest.raises(InvalidArgumentError, match="65 dimensions, the limit is 64"):
         _ = Plan((Bucket("b", FLOAT32, (Component("p", (1,) * (MAX_DIMENSIONS + 1)),)),)).encoded
     with pytest.raises(LimitExceededError, match="the plan encodes to .* bytes"):
         _ = simple_plan([(f"{i}".rjust(MAX_TEXT), 1) for i in range(600)], FLOAT32).encoded

@@ -46,7 +46,9 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
         try:
             lengths = worker.all_gather(np.array([told.size])).ravel().tolist()
             if max(lengths) > _MOST_BYTES:
-                raise LimitExceededError(f"a member tells {max(lengths):,} bytes of its state, and {_MOST_BYTES:,} go")
+                raise LimitExceededError(
+                    f"a member tells {max(lengths):,} bytes of its state, the limit is {_MOST_BYTES:,}"
+                )
             padded = np.zeros(max(lengths), np.uint8)
             padded[: told.size] = told
             rows = worker.all_gather(padded)
@@ -198,7 +200,7 @@ class Newcomers:
         try:
             asked.handle.wait()
         except (PeerError, DeadlineError, ConnectionLostError) as failure:
-            log.info("weights behind round %d could not be compared: %s", asked.round, failure.message)
+            log.info("weights after round %d could not be compared: %s", asked.round, failure.message)
             self._worker._session.check_open()
             return
         digests = {rank: row[:8].tobytes() for rank, row in enumerate(asked.rows) if row[8]}

@@ -147,7 +147,7 @@ class GradientExchange:
 
         def take(tree: Tree) -> None:
             if not isinstance(tree, dict) or not isinstance(tree.get("step"), int) or "state" not in tree:
-                raise StateError("what came is not the state of a GradientExchange: a member serves something else")
+                raise StateError("this state is not that of a GradientExchange: a member serves something else")
             install(tree["state"])
             self.step = tree["step"]
 
@@ -238,7 +238,7 @@ class GradientExchange:
             flat, sizes = flatten(parts)
             if sizes != self.plan.buckets[bucket].sizes:
                 raise SizeMismatchError(
-                    f"the components of {key} have {sizes} elements, agreed were {self.plan.buckets[bucket].sizes}"
+                    f"the components of {key} have {sizes} elements, agreed on were {self.plan.buckets[bucket].sizes}"
                 )
         else:
             flat, parts = gradient, [gradient]
@@ -279,7 +279,7 @@ def _check_sizes(given: tuple[int, ...], agreed: tuple[int, ...], gradient: Any,
             f"component sizes of block {index} sum to {sum(given)}, but its gradient has {length} elements"
         )
     if given != agreed:
-        raise SizeMismatchError(f"block {index} has component sizes {given}, agreed were {agreed}")
+        raise SizeMismatchError(f"block {index} has component sizes {given}, agreed on were {agreed}")
 
 
 def _exchangeable(flat: Any) -> Any:

@@ -229,4 +229,4 @@ class Boundaries:
 
 
 def _no_entry(seconds: float) -> DeadlineError:
-    return DeadlineError(f"no round of the group that this worker joins was over for {seconds:g} s")
+    return DeadlineError(f"no round of the group that this worker joins has ended for {seconds:g} s")

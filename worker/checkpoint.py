@@ -216,7 +216,7 @@ class Directory:
             self._link(path)
             self._remove_old(path)
         except OSError as error:  # the checkpoint itself is safe
-            log.warning("the checkpoint %s is written, but its directory cannot be kept in order: %s", path, error)
+            log.warning("the checkpoint %s is written, but its directory could not be updated: %s", path, error)
         return path
 
     def _link(self, path: Path) -> None:

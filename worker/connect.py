@@ -236,7 +236,7 @@ def _attend_shards(connection: TcpChannel, session: Session, until: float) -> No
             attending.wait(left + VERDICT_SECONDS)
         except DeadlineError:
             raise CoordinatorUnreachableError(
-                f"the data shard at {url} has not let this worker in within {left:.0f} s"
+                f"the data shard at {url} has not accepted this worker within {left:.0f} s"
             ) from None
 
 

@@ -135,7 +135,7 @@ class Donor:
             for handle in under_way:
                 handle.wait()
         except (GradServerError, ConnectionError) as error:
-            log.info("the state on its way to a learner did not arrive: %s", error)
+            log.info("the state did not arrive at a learner: %s", error)
         else:
             self._under_way.discard(transfer.number)
             log.info("the state was sent to a learner: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
@@ -143,7 +143,7 @@ class Donor:
 
 def nobody_takes_it() -> WorkerLostError:
     """Return the error that ends the sending of a state in a recovery."""
-    return WorkerLostError("the learner that was to have this worker's state has to join anew")
+    return WorkerLostError("the learner that this worker sent its state to has to join again")
 
 
 def parts(packed: Packed) -> Iterator[Bytes]:

@@ -391,8 +391,8 @@ class Job:
 def _check(data: object, checkpoint: object, every: object) -> None:
     if data is not None and not isinstance(data, ShardSampler | DataRanges):
         raise InvalidArgumentError(
-            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: what has a "
-            f"state_dict can go into state="
+            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: an "
+            f"object with a state_dict can go into state="
         )
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")

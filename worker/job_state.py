@@ -142,7 +142,7 @@ class JobState:
         for part in self._parts:
             part.model.module.load_state_dict(state_of(part, tree["model"]))
         if digest_of(*self.modules) != tree["weights"]:
-            raise StateError("its weights are others when they are loaded: this model's are of another type, or order")
+            raise StateError("its weights change when they are loaded: this model's have another type or order")
         for part in self._parts:
             part.optimizer.load_state_dict(state_of(part, tree["optimizer"]))
             if part.scheduler is not None:

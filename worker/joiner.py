@@ -128,7 +128,7 @@ class _Incoming:
             raise MalformedMessageError(f"a state of which {self._left} bytes are left when it is whole")
         (expected,) = TAIL.unpack(self.single(TAIL.size))
         if expected != self._digest % MODULUS:
-            raise MalformedMessageError("a state that has not the digest with which it was sent")
+            raise MalformedMessageError("a state with another digest than that with which it was sent")
 
     def _next(self) -> None:
         while self._unasked and len(self._under_way) < IN_FLIGHT:

@@ -72,7 +72,7 @@ class Modes:
             raise DisagreementError(
                 f"backward ran in training mode at {_named(modes, Mode.TRAINING, names)}, and in eval mode at "
                 f"{_named(modes, Mode.EVAL, names)}: with exchange_in_eval=False all workers must be in the same mode "
-                f"(a backward of one worker alone belongs into no_sync)"
+                f"(a backward of one worker alone belongs in no_sync)"
             )
         return Mode.EVAL in modes
 

@@ -134,20 +134,20 @@ def _encoded(value: object, allow_pickle: bool) -> bytes:
     except InvalidArgumentError as error:
         if not allow_pickle:
             raise InvalidArgumentError(
-                f"this object cannot travel: {error.message}. allow_pickle=True, at every member, lets objects travel "
-                f"that are anything; unpickling runs code that they name"
+                f"this object cannot travel: {error.message}. allow_pickle=True, at every member, lets any object "
+                f"travel; unpickling runs code that the object names"
             ) from None
         data = _PICKLE + to_pickle(value)
     if len(data) > MAX_OBJECT_BYTES:
         raise LimitExceededError(
-            f"this object takes {len(data):,} bytes, and {MAX_OBJECT_BYTES:,} is the most: send tensors as such"
+            f"this object takes {len(data):,} bytes, the limit is {MAX_OBJECT_BYTES:,}: send tensors as such"
         )
     return data
 
 
 def _check_size(longest: int) -> None:
     if not 0 <= longest <= MAX_OBJECT_BYTES:
-        raise LimitExceededError(f"a member's object takes {longest:,} bytes, and {MAX_OBJECT_BYTES:,} is the most")
+        raise LimitExceededError(f"a member's object takes {longest:,} bytes, the limit is {MAX_OBJECT_BYTES:,}")
 
 
 def _decoded(data: bytes, allow_pickle: bool, giver: str) -> Any:
@@ -161,4 +161,4 @@ def _decoded(data: bytes, allow_pickle: bool, giver: str) -> Any:
             return from_bytes(data[1:])
     except MalformedMessageError as error:
         raise MalformedMessageError(f"what {giver!r} has sent is no object: {error.message}") from error
-    raise MalformedMessageError(f"what {giver!r} has sent is no object, but {len(data)} bytes that are none")
+    raise MalformedMessageError(f"what {giver!r} has sent is no object but {len(data)} other bytes")

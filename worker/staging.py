@@ -126,7 +126,7 @@ def _begun(pushing: Future[Handle], timeout: float) -> Handle:
     except TimeoutError:
         raise DeadlineError(
             f"the gradients were not copied off the device within {timeout + _COPY_SECONDS:g} s: "
-            f"what computes them on it has not ended"
+            f"the computation on it has not ended"
         ) from None
 
 

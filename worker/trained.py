@@ -103,7 +103,7 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
     for name, one in models.items():
         _check_optimizer(one, optimizers[name], f" {name!r}")
     if len({id(one.worker) for one in models.values()}) > 1:
-        raise InvalidArgumentError("the models of a job share one worker; with workers of their own each has its job")
+        raise InvalidArgumentError("the models of a job share one worker; models of other workers need other jobs")
     if len({id(one) for one in models.values()}) < len(models):
         raise InvalidArgumentError("a model is in this job twice")
     found = [Trained(name, models[name], optimizers[name], schedulers[name]) for name in models]

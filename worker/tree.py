@@ -96,7 +96,7 @@ def pack(tree: Tree, copy: bool = False) -> Packed:
     packed = msgpack.packb(packer.node(tree, "the tree", 0), use_bin_type=True, unicode_errors="surrogatepass")
     if len(packed) > MAX_MANIFEST_BYTES:
         raise InvalidArgumentError(
-            f"all but the tensors' elements takes {len(packed):,} bytes, and {MAX_MANIFEST_BYTES:,} is the most: "
+            f"all but the tensors' elements takes {len(packed):,} bytes, the limit is {MAX_MANIFEST_BYTES:,}: "
             f"make arrays of long lists of numbers"
         )
     return Packed(packed, packer.buffers)
@@ -156,7 +156,7 @@ def _is_key(key: Any) -> bool:
 def _int_bytes(value: int, where: str) -> bytes:
     size = value.bit_length() // 8 + 1
     if size > _MAX_INT_BYTES:
-        raise InvalidArgumentError(f"{where} is an integer of {size:,} bytes, and {_MAX_INT_BYTES:,} is the most")
+        raise InvalidArgumentError(f"{where} is an integer of {size:,} bytes, the limit is {_MAX_INT_BYTES:,}")
     return value.to_bytes(size, "little", signed=True)
 
 
@@ -170,7 +170,7 @@ def unpack(manifest: Buffer, take: Take) -> Tree:
         MalformedMessageError: these bytes are no tree, or a buffer is not as long as was asked for.
     """
     if len(manifest) > MAX_MANIFEST_BYTES:
-        raise MalformedMessageError(f"a manifest of {len(manifest):,} bytes, and {MAX_MANIFEST_BYTES:,} is the most")
+        raise MalformedMessageError(f"a manifest of {len(manifest):,} bytes, the limit is {MAX_MANIFEST_BYTES:,}")
     try:
         root = msgpack.unpackb(
             manifest, raw=False, unicode_errors="surrogatepass", max_array_len=_MAX_ITEMS, max_map_len=0, max_ext_len=0

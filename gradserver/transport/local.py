@@ -309,7 +309,7 @@ class UnixServer:
                     raise UnexpectedMessageError("memory with the token of another connection")
                 guest.sharing = line
             if self.segments >= MAX_MAPPINGS:
-                raise LimitExceededError(f"the coordinator has {MAX_MAPPINGS} segments of memory already, of all")
+                raise LimitExceededError(f"the coordinator has {MAX_MAPPINGS} segments of memory, from all workers")
             if isinstance(message, Offer):
                 return guest.segments.take(message, descriptors)
             return guest.segments.lend(message, descriptors)

@@ -380,7 +380,7 @@ class Lifeline:
         self._session.lost(
             ConnectionLostError(
                 f"lost the coordinator at {url}, and tried for {seconds:.1f} s ({tried} times) to reach it: "
-                f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group had gone on"
+                f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group continues"
             )
         )
 

@@ -212,7 +212,7 @@ class SharedMemory:
             return True
         if len(self._segments) < MAX_SEGMENTS:
             return False
-        raise BackendUnavailableError(f"{MAX_SEGMENTS} segments are shared already, that is all there may be")
+        raise BackendUnavailableError(f"{MAX_SEGMENTS} segments are shared already, which is the limit")
 
     def _array(self, block: Block, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return the array over ``block``, which is free again when the array and all views of it are garbage.
@@ -282,7 +282,7 @@ class SharedMemory:
                 answer = peer.ask(Offer(peer.token, number, size, writable), Taken, descriptors, self._timeout)
                 same = answer.segment == number and answer.seen == proof
                 if not same or (writable and mapping[COORDINATORS_PROOF] != answer.written):
-                    raise BackendUnavailableError("what the coordinator sees there is other memory")
+                    raise BackendUnavailableError("the coordinator sees other memory there")
         except BaseException as error:
             self._trouble = self._trouble or reason_of(error)  # the messages are out of step
             raise
