@@ -313,6 +313,15 @@ MAY_BE_LOST = {"reduce_scatter", "gather", "scatter", "all_to_all", "uneven", "s
 """Collectives with bytes of its own for a member: what is lost of these on its way, no other member has."""
 
 
+def _spread(act: Act) -> Act:
+    """Return what a group with data shards does instead of ``act``.
+
+    If one shard's part of a collective with bytes of its own for each member is over, and another's is not, when the
+    coordinator is lost, some members hear that it was lost, and others wait for these until the deadline.
+    """
+    return act._replace(kind="sum") if act.kind in MAY_BE_LOST else act
+
+
 class Group:
     """The nodes of one world.
 
@@ -339,7 +348,7 @@ class Group:
         policy: Policy | int | None = None,
         preemption: float = 0.0,
     ) -> None:
-        self.size, self.program = size, list(program)
+        self.size, self.program = size, [_spread(act) if len(rates) > 1 else act for act in program]
         self.buckets = [size for module in modules for size in module]
         names = iter(range(len(self.buckets)))
         dtype = dtype_of("float64")

@@ -19,6 +19,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from gradserver import reducer
 from gradserver.engine.commands import Reduce
 from gradserver.engine.events import Disconnected, NonFinite, Received, Reduced, Sifted
 from gradserver.engine.policy import Policy
@@ -28,7 +29,6 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Receiver
 from gradserver.protocol.errors import ClosedError, ConnectionLostError, CoordinatorUnreachableError
 from gradserver.protocol.messages import BePresent, Failure, Message, Place, Scope
-from gradserver.reducer import reduce as reduced
 from tests import fibers
 from tests.crash_harness import CrashError
 from tests.engine_harness import small_slices
@@ -40,7 +40,7 @@ SLICE = 64
 """Bytes of a slice: eight elements of float64, or eight frames of objects."""
 LIMIT = 600.0
 """Seconds in which all must be over."""
-STEPS = 60_000
+STEPS = 20_000
 TICK = 1e-5
 """Seconds that each step takes."""
 MODULES = tuple(
@@ -104,6 +104,7 @@ class Wire:
         """Send a message. If the other end is gone, that is noticed or not."""
         if self._closing:
             raise ClosedError("this worker is closed")
+        assert shard < len(self.lines), "a message to a data shard without a connection"
         line = self.lines[shard]
         if line.is_gone and self._world.random.random() < 0.5:
             raise ConnectionLostError("the connection is gone")
@@ -195,7 +196,7 @@ class Hosts(Processes):
         process = self.places.pop(id(reduce))
         if process and process not in self.minds:
             return []
-        done = reduced(reduce)
+        done = reducer.reduce(reduce)
         return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done))
 
 
