@@ -122,7 +122,7 @@ def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    """Map so many bytes of a file, zeros if it is new; memory, if the disk is full."""
+    """Map ``size`` bytes of a file, zeros if it is new; memory, if the disk is full."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -217,7 +217,7 @@ class Boundaries:
 
     @property
     def has_next(self) -> bool:
-        """True if this worker has yet to catch up with a round that is over."""
+        """True if this worker is behind by a round that is over."""
         with self._traffic.mutex:
             return self._member.has_next
 

@@ -267,6 +267,6 @@ class Writing(threading.Thread):
             log.info("a checkpoint was written in %.1f s", time.monotonic() - began)
 
     def outcome(self, timeout: float) -> str:
-        """Return the outcome: empty if it is not done after so many seconds, ``written``, or what went wrong."""
+        """Return the outcome: empty if it is not done within ``timeout`` seconds, ``written``, or what went wrong."""
         self.join(timeout)
         return self._outcome

@@ -233,7 +233,7 @@ class Worker(ObjectCollectives):
             data: one-dimensional and contiguous on the CPU, of the bucket's length and element type. The result is
                 written into it before the handle is done. Leave it alone until then.
             weight: weight of this worker, the same for all buckets of a round. With 0 nothing is sent, and the
-                contribution does not count. The result comes all the same.
+                contribution does not count. The result still comes.
             present: false if the contribution is zeros, which count with their weight and are not sent.
 
         Raises:

@@ -335,7 +335,7 @@ class Collectives(Transfers):
 
     def _rows_of(self, parts: object, bound: Binding) -> Rows:
         """Return the bytes that a scatter has for each rank. ``bound`` is the memory of each rank's part."""
-        given = list(parts) if parts is not None else []  # type: ignore[call-overload]  # whatever has so many parts
+        given = list(parts) if parts is not None else []  # type: ignore[call-overload]  # any iterable of parts
         if len(given) != self.world_size:
             raise SizeMismatchError(f"scatter needs a part for each of {self.world_size} ranks, and got {len(given)}")
         found = [bind(part, writes=False) for part in given]

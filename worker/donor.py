@@ -58,7 +58,7 @@ class Donor:
     """The states that one member has to send.
 
     Attributes:
-        due: requests that it has yet to begin with: the round after which, and the transfer.
+        due: requests that it has not begun: the round after which, and the transfer.
     """
 
     def __init__(self, session: Sender) -> None:

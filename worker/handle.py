@@ -116,7 +116,7 @@ class Handle(Generic[T_co]):
         return result
 
     def within(self, patience: float | None) -> None:
-        """Limit a `wait` without a timeout to so many seconds."""
+        """Limit a `wait` without a timeout to ``patience`` seconds."""
         self._patience = patience
 
     def then(self, finish: Callable[[], None] | None) -> None:

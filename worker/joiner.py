@@ -103,7 +103,7 @@ class _Incoming:
         return part.memory.tobytes()
 
     def expect(self, nbytes: int) -> None:
-        """Expect so many bytes more, in parts."""
+        """Expect ``nbytes`` more bytes, in parts."""
         self._left = self._unasked = nbytes
 
     def take(self, nbytes: int) -> Bytes:

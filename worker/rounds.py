@@ -127,7 +127,7 @@ class Rounds:
 
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""
-        if not self._adopted and not self._worker.joins:  # a learner has yet to get them
+        if not self._adopted and not self._worker.joins:  # a learner gets them later
             for bucket in self._buffers:
                 bucket.pack()
             self._adopted = True

@@ -185,7 +185,7 @@ class ShardSampler(Sampler[int]):
         return _as_ints(order[positions.start : positions.stop : positions.step].copy())
 
     def _dealt(self, samples: int, world_size: int) -> int:
-        """Return how many of ``samples`` so many ranks deal among each other; with ``"pad"`` more than there are."""
+        """Return how many of ``samples`` are dealt among all ranks. With ``"pad"`` it is more than there are."""
         rest = samples % world_size
         if not rest or self.uneven == "keep":
             return samples

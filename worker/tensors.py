@@ -84,7 +84,7 @@ def like(tensor: Any, shape: tuple[int, ...]) -> Any:
 
 
 Memory = Callable[[int], Bytes | None]
-"""A source of uninitialised memory of a special kind, of so many bytes; None where there is none."""
+"""A source of uninitialised memory of a special kind, by its bytes; None where there is none."""
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any, memory: Memory = lambda _: None) -> Any:

@@ -8,7 +8,7 @@ every element type in `gradserver.protocol.dtypes`. (OrderedDict and Counter, wh
 types too.) It comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the
 CPU, without memory that they shared, and require no gradient.
 
-Nothing is evaluated or unpickled, and no size is believed before there are so many bytes. Decoding takes any bytes, and
+Nothing is evaluated or unpickled, and no size is believed before its bytes are there. Decoding takes any bytes, and
 returns a tree or raises MalformedMessageError.
 
     value                                        in the manifest
@@ -39,7 +39,7 @@ from gradserver.worker.tensors import bind, is_torch
 Tree: TypeAlias = Any
 """A tree, as described at the head of this module."""
 Take: TypeAlias = Callable[[int], Buffer]
-"""A source of buffers of so many bytes each. Tensors are made of this memory, so it should be the tree's own."""
+"""A source of buffers, by their bytes. Tensors are made of this memory, so it should be the tree's own."""
 
 MAX_MANIFEST_BYTES: Final = 4 * MIB
 """Bytes of some 40,000 tensors, or 400,000 numbers. Decoding takes up to 64 times as much memory."""

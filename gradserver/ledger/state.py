@@ -317,7 +317,7 @@ class StateDir:
         self._dirty.set()
 
     def _fail(self, error: OSError, took: float = 0.0) -> None:
-        """Note that the disk cannot be written for now. The failed call ``took`` so many seconds."""
+        """Note that the disk cannot be written for now. The failed call ``took`` this time, in seconds."""
         why = reason_of(error)
         if self._trouble is None:
             log.warning(
@@ -331,7 +331,7 @@ class StateDir:
         self._retry_at = time.monotonic() + self._retry * max(took / _QUICK_SECONDS, 1.0)
 
     def _keep_syncing(self, seconds: float) -> None:
-        """Sync written records every so many seconds, so that they survive a power failure. Runs in its own thread."""
+        """Sync written records at an interval, so that they survive a power failure. Runs in its own thread."""
         while not self._closing.wait(seconds):
             self._dirty.wait()
             self._dirty.clear()

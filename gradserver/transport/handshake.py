@@ -5,7 +5,7 @@ A message passes, in this order:
     limits     `.traffic` counts the messages and bytes of each stranger
     numbers    `Strangers`: the first message is number 1. A message without a number is a visitor's
     version    `gradserver.protocol.wire` reads it from each header
-    role       `ROLES`, by the type of the message. A new kind of peer, as an observer, is one more row there
+    role       `ROLES`, by the type of the message. A new kind of peer is one more row there
     hold       workers wait while the server is not complete
     key        the engine, which makes the keys, compares the field that the role names
 

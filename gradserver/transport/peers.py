@@ -94,7 +94,7 @@ class Peer:
         return self._reachable
 
     def may_say_more(self, messages: int = 1) -> bool:
-        """Count a message that takes no credit, and costs as much as so many. Return False if it is one too many."""
+        """Count a message without credit, which costs as much as ``messages``. Return False if it is one too many."""
         self._said += messages
         if self._said > self._may_say:
             self._may_say = MEMBERS_MESSAGES + int(MEMBERS_RATE * (time.monotonic() - self._since))

@@ -194,7 +194,7 @@ def _draw(numel: int, kept: int, seed: int) -> Indices:
 
 
 def _candidates(magnitude: Words, kept: int) -> Indices:
-    """Return ascending offsets of all that can be among the ``kept`` largest: at least so many, mostly few more.
+    """Return ascending offsets of all that can be among the ``kept`` largest: these, and mostly few more.
 
     A sample tells where to start looking. It changes how long that takes, and never what is kept. Zeros are left out as
     far as possible: `partition` takes forty times as long where most elements are equal.

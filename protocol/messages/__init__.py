@@ -15,7 +15,7 @@ worker                                  coordinator
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   ◄────────────────────────────────────── Result + slice, unasked, to a listener
-  Taken ─────────────────────────────────► so much of that was read
+  Taken ─────────────────────────────────► bytes of that which were read
   Register, Claim, Used ─────────────────► data: `.leases` has them, and the answers
   Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
   ◄────────────────────────────────────── Missing

@@ -29,7 +29,7 @@ class PacketStream:
 
     Args:
         send: sends a packet to the other side, or raises BlockingIOError if that has too many already.
-        receive: returns one packet of so many bytes at most; none is the end. BlockingIOError if there is none yet.
+        receive: returns one packet, up to a number of bytes; empty at the end. BlockingIOError if there is none yet.
 
     Attributes:
         queued: packets that are not sent yet because the other side does not read; see `flush`.

@@ -1,4 +1,4 @@
-"""Results of buckets that came unasked, for rounds that this worker has yet to come to."""
+"""Results of buckets that came unasked, for rounds that this worker has not reached."""
 
 from __future__ import annotations
 

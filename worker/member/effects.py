@@ -43,7 +43,7 @@ Effect = Complete | Tell | Lose | Warn
 
 
 class Effects:
-    """Effects that are to be carried out. Not safe to share: the session's lock guards it.
+    """Effects that wait to be carried out. Not safe to share: the session's lock guards it.
 
     Attributes:
         pending: effects that are not taken yet.

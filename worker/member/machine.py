@@ -133,7 +133,7 @@ class Member:
 
     @property
     def has_next(self) -> bool:
-        """True if this worker has yet to catch up with a round that is over."""
+        """True if this worker is behind by a round that is over."""
         return self.identity.stage is Stage.OBSERVING and self.stragglers.backlog.has(self.rounds.number)
 
     def caught_up(self) -> Ready | None:
@@ -166,7 +166,7 @@ class Member:
     def push(
         self, key: ExchangeKey, operation: Operation, data: Bytes, weight: float, present: bool, waiter: Waiter
     ) -> list[tuple[Result, Buffer | None, int]]:
-        """Begin a bucket. Give results that have come before, each with its shard, which are to be settled."""
+        """Begin a bucket. Give the results that have come before and must be settled, each with its shard."""
         rounds, stragglers, index = self.rounds, self.stragglers, key.part
         if stragglers.failures and (failure := stragglers.failures.get(key.number)) is not None:
             rounds.take(index, waiter, weight)

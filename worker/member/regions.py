@@ -25,7 +25,7 @@ class Regions:
     """A worker's regions. Not safe to share: the session's lock guards it.
 
     Args:
-        allocate: gives so many bytes of memory that the coordinator may write to; None if there is none.
+        allocate: gives a number of bytes of memory that the coordinator may write to; None if there is none.
         place_of: says where such memory lies.
     """
 

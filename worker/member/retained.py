@@ -76,7 +76,7 @@ class Retained:
         key, slices = kept.result.key, self._buckets.setdefault(kept.result.key.part, {})
         before = slices.get(index)
         if before is not None and before.result.key.number > key.number:
-            self._keep_older(index, kept)  # which this member has yet to come to, or it is handed on
+            self._keep_older(index, kept)  # which this member has not reached, or it is passed on
             return
         slices[index] = kept
         if not kept.result.without:
@@ -85,7 +85,7 @@ class Retained:
             self._keep_older(index, before)
             while self._older_bytes > self._older_room or self._older_slices > _MOST_OLDER:
                 if (oldest := min(self._older)) >= done:
-                    return  # this member has yet to come to it
+                    return  # this member has not reached it
                 self._forget_older(oldest + 1)
 
     def _keep_older(self, index: int, kept: Kept) -> None:

@@ -1,6 +1,6 @@
 """Slices that wait to be sent to one data shard, and the credit that they draw on.
 
-Each pool (`gradserver.protocol.exchange.Pool`) may have so many bytes in flight. Collectives and transfers are sent
+Each pool (`gradserver.protocol.exchange.Pool`) has a limit of bytes in flight. Collectives and transfers are sent
 in the order in which they were called, which all members share. Buckets become ready in an order that
 members do not share, so two of them could each fill their credit with what the other has not begun.
 Therefore the *frontier*, the first slice in the plan's order that was not answered, may always be sent:
@@ -89,7 +89,7 @@ class SendQueue:
         return exchange.done
 
     def rewind(self, exchanges: Iterable[Exchange]) -> None:
-        """Begin anew: ``exchanges``, in the order in which they began, are to be sent."""
+        """Begin again, and send ``exchanges`` in the order in which they began."""
         self.clear()
         self._in_flight = dict.fromkeys(Pool, 0)
         for exchange in exchanges:

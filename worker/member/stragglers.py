@@ -2,10 +2,10 @@
 
     result                                      what happens
     ──────────────────────────────────────────  ─────────────────────────────────────────────────────────────────
-    of a bucket that it has yet to come to      kept in the backlog; when the bucket is pushed, it is there
+    of a bucket that it has not reached         kept in the backlog; when the bucket is pushed, it is there
     … and there is no room                      LeftOutError: it has to join again
     in which what it gave does not count        nothing more of this round is sent; its other results come unasked
-    … and late contributions are to be kept     what it gave to these slices is added to what it gives next
+    … and late contributions are kept           what it gave to these slices is added to what it gives next
     … and it is not finite                      it is forgotten, unless that halts the group
 
 When the round fails, that is told for one of its buckets at least, and then holds for all.
@@ -68,9 +68,9 @@ class Stragglers:
     """Results that come before their bucket, and gradients that come after it. The session's lock guards it.
 
     Attributes:
-        backlog: results of buckets that this worker has yet to push.
+        backlog: results of buckets that this worker has not pushed yet.
         carry: what did not count, and is added to what this worker gives next.
-        failures: what made a round fail that this worker is in, or has yet to come to; by round.
+        failures: errors of rounds that failed, and that this worker has not finished; by round.
         late: the last round in which something of this worker did not count.
     """
 
@@ -88,7 +88,7 @@ class Stragglers:
         """Number of rounds in a row for which it was late."""
 
     def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int] = ()) -> None:
-        """Take what comes unasked as ``plan``'s, with so many slices in each bucket. Buckets ``kept`` are as before."""
+        """Take what comes unasked as ``plan``'s; with ``slices`` in its buckets. Buckets ``kept`` are as before."""
         self.backlog = Backlog(room_for(plan.nbytes), slices, [section.parts for section in plan.each])
         self.carry.forget(kept)
         self.failures.clear()

@@ -42,7 +42,7 @@ def takes_no_workers(url: str, timeout: float) -> bool:
 
 
 def _read(connection: socket.socket, count: int, until: float) -> bytes:
-    """Read so many bytes. OSError if they do not come."""
+    """Read ``count`` bytes. OSError if they do not come."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(until - time.monotonic(), 0.001))

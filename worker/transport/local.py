@@ -97,7 +97,7 @@ class LocalLine:
         self.stream = stream_through(connection)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Close the connection. What is queued has so many seconds to leave."""
+        """Close the connection. What is queued has ``seconds`` to leave."""
         linger(self._socket, self.stream, time.monotonic() + seconds)
         self._socket.close()
 

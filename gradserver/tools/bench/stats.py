@@ -42,7 +42,7 @@ class Stats:
 
 
 def figures(value: float, digits: int = 3) -> str:
-    """Format `value` with at least so many significant digits, and no exponent: 0.0120, 1.20, 123, 12345."""
+    """Format `value` with at least ``digits`` significant digits, and no exponent: 0.0120, 1.20, 123, 12345."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")  # 9.996 has a digit more before the point once it is rounded

@@ -86,7 +86,7 @@ class People(NamedTuple):
         return self.placed([(self.perhaps[name], name) for name in some])
 
     def placed(self, places: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-        """Order the sure workers and others, each behind so many of the sure ones; at the same place as given."""
+        """Order the sure workers and others, each behind the given number of sure ones. Ties keep their order."""
         order: list[str] = []
         for index in range(len(self.sure) + 1):
             order += [name for place, name in places if place == index]

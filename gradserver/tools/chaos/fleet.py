@@ -260,7 +260,7 @@ class Fleet(Family):
         return child if child is not None and child.process.poll() is None else None
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Call ``do`` after so many seconds."""
+        """Call ``do`` after ``seconds``."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), do))
 
     def expect_end(self, name: str) -> None:
@@ -268,7 +268,7 @@ class Fleet(Family):
         self._ending.add(self._by_name[name])
 
     def expect_out(self, name: str, kind: str, seconds: float) -> None:
-        """Expect that an event of this ``kind`` takes a worker's membership. The event is over in so many seconds.
+        """Expect that an event of this ``kind`` takes a worker's membership. The event is over after ``seconds``.
 
         If these are not zero, the worker may still finish its round, and is back only when it has joined again.
         """
@@ -279,7 +279,7 @@ class Fleet(Family):
         self._hit[name] = kind, now + seconds
 
     def expect_gap(self, seconds: float) -> None:
-        """Expect that nothing is written for so many seconds, and for some time until the next retry."""
+        """Expect that nothing is written for ``seconds``, and for some time until the next retry."""
         now = time.monotonic()
         self._forgetful = now + seconds + _WRITES_AGAIN
         for name, at in self._entered.items():  # a worker is a member, and written down as one, after its first round

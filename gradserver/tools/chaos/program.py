@@ -235,7 +235,7 @@ def _again(call: Callable[[], T]) -> T:
 
 
 def _when_sent(pieces: int, do: Callable[[], None]) -> None:
-    """Call ``do`` when libzmq has taken so many messages that carry a tensor."""
+    """Call ``do`` when libzmq has taken ``pieces`` messages that carry a tensor."""
     send = zmq.Socket.send
     left, opened = pieces, False
 

@@ -57,7 +57,7 @@ def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
 
 
 def shares(count: int) -> list[Share]:
-    """Divide the buckets of a chaos run among so many data shards."""
+    """Divide the buckets of a chaos run among ``count`` data shards."""
     table = Table(1, comparable([None] * count))
     table.set_plan(generator.plan())
     return [
@@ -67,7 +67,7 @@ def shares(count: int) -> list[Share]:
 
 
 def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
-    """List the sets of slices that are possible if so many counted: each shard counts from its first one on."""
+    """List the sets of ``counted`` slices that may have counted: each shard counts from its first one on."""
     intervals = [range(start, stop) for start, stop in itertools.pairwise(share.bounds) if start < stop]
     for lengths in itertools.product(*(range(len(interval) + 1) for interval in intervals)):
         if sum(lengths) == counted:

@@ -5,7 +5,7 @@ it takes lines, each of which it answers with ``done``:
 
     drop NAME            lose the next message, to the worker or from it
     repeat NAME COUNT    deliver the next messages twice
-    swap NAME COUNT      deliver a message behind the one after it, so many times
+    swap NAME COUNT      deliver a message behind the one after it, COUNT times
     delay NAME S FOR     delay messages by S seconds, for so long
 
 Whenever one takes effect, it prints ``hit WHAT NAME``.

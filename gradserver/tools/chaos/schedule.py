@@ -196,7 +196,7 @@ _TRIES: Final = 24
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
-    """Event ``at`` so many seconds from the beginning."""
+    """Event of a run, ``at`` seconds from its beginning."""
 
     at: float
     kind: str

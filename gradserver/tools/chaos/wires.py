@@ -4,8 +4,8 @@ It is run as ``python -m gradserver.tools.chaos.wires HOST:PORT NAME…``. It pr
 it takes lines, each of which it answers with ``done``, before that with ``hit WHAT NAME`` if it was connected:
 
     reset NAME             break every connection of this worker at both ends, with RST
-    hold NAME S            pass nothing for so many seconds, neither way, and tell neither end: a black hole
-    throttle NAME S RATE   pass so many bytes a second
+    hold NAME S            pass nothing for S seconds, neither way, and tell neither end: a black hole
+    throttle NAME S RATE   pass RATE bytes a second
 
 Held bytes are delivered afterwards, as TCP does when a link is back; unless an end has given up meanwhile.
 """

@@ -107,7 +107,7 @@ def _remove(pids: set[int]) -> None:
     for name in existing():
         match = _NAME.fullmatch(name)
         if match and int(match[1]) in pids:
-            with suppress(RunError):  # the others are removed all the same
+            with suppress(RunError):  # the others are still removed
                 _run("ip", "netns", "delete", name)
 
 

@@ -143,7 +143,7 @@ class Family:
         return child
 
     def hear(self, seconds: float) -> list[Child]:
-        """Read what processes print, for so many seconds at most. Return those that have printed, or ended."""
+        """Read what processes print, for ``seconds`` at most. Return those that have printed, or ended."""
         heard: list[Child] = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
         for child in heard:
             child.read()

@@ -93,7 +93,7 @@ class ChurnView(View):
 
 
 class ChurnTable:
-    """Table of a run, with a row every so many rounds, and a line for each worker that is killed or joins."""
+    """Table of a run, with a row at an interval of rounds, and a line for each worker that is killed or joins."""
 
     def __init__(self, view: ChurnView) -> None:
         self._view = view

@@ -104,7 +104,7 @@ class Churned:
         return [event.waited for event in self.events if event.joined == joined]
 
     def losses_at(self, used: Sequence[int]) -> list[float]:
-        """Return the losses of the rounds in which so many samples had been used."""
+        """Return the losses of the rounds at which these numbers of samples had been ``used``."""
         rounds = iter([one for one in self.rounds if one.samples])
         now = next(rounds, None)
         found = []

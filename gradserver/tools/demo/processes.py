@@ -47,7 +47,7 @@ class Processes(Family):
         return RunError(f"{heard}; the logs are in {self.folder}")
 
     def line_within(self, timeout: float) -> tuple[Child, str | None] | None:
-        """Wait for the next line as `next_line` does; None if there is none in so many seconds."""
+        """Wait for the next line as `next_line` does; None if there is none within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self._unread:
             left = deadline - time.monotonic()

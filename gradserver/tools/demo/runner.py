@@ -90,7 +90,7 @@ class Demo:
         return self.follow([trainer], losses)
 
     def start_coordinator(self, workers: str, *options: str) -> str:
-        """Start the daemon for a group of so many workers, and return its URL."""
+        """Start the daemon for a group of ``workers``, and return its URL."""
         arguments = ["serve", "--bind", "tcp://127.0.0.1:0", "--workers", workers, *options]
         coordinator = self.processes.start("coordinator", "-m", "gradserver", *arguments)
         _, line = self.processes.next_line(SILENCE_SECONDS)

@@ -159,7 +159,7 @@ class View:
 
 
 class Table:
-    """Table of one training run, with a row every so many steps."""
+    """Table of one training run, with a row at an interval of steps."""
 
     def __init__(self, view: View, reference: Sequence[float] | None = None) -> None:
         """Begin a table. `reference`: losses to compare with; without them the table shows a bar and the exchange."""
