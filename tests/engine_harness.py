@@ -272,7 +272,7 @@ class Harness:
         """Return the epoch that ``rank`` gives with the first slice of an exchange, as a worker does."""
         groups = [group for group in self.engine.control.groups.values() if group.seat_of(SEATS + rank) >= 0]
         bound = operation is not None and operation.kind in WORLD_BOUND
-        return groups[0].epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
+        return groups[0].members.epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
 
     def push(
         self,

@@ -40,8 +40,20 @@ Where = tuple[str, str]
 GROUP: Final = (CONTROL, "Group")
 DATA_GROUP: Final = (DATA, "Group")
 EXCHANGE: Final = (DATA, "Exchange")
-STATES: Final[Mapping[str, tuple[Where, ...]]] = {"group": (GROUP, DATA_GROUP), "exchange": (EXCHANGE,)}
-"""Classes of state, by the name that a variable of the class has."""
+PARTS: Final[Mapping[str, tuple[Where, ...]]] = {
+    **{name.lower(): ((CONTROL, name),) for name in ("Applicants", "Leases", "Plans", "Sessions", "Turns", "Turn")},
+    **{name.lower(): ((DATA, name),) for name in ("Exchanges", "Listeners", "Sequences", "Stragglers", "Traffic")},
+    **{name.lower(): ((CONTROL, name), (DATA, name)) for name in ("Learners", "Members", "Recovery", "Rounds")},
+    "shards": ((CONTROL, "DataShards"),),
+    **dict.fromkeys(("learner", "joiner"), ((CONTROL, "Learner"),)),
+}
+"""Classes of which groups are made, by the name that a variable or a field of the class has."""
+STATES: Final[Mapping[str, tuple[Where, ...]]] = {
+    "group": (GROUP, DATA_GROUP),
+    "exchange": (EXCHANGE,),
+    **PARTS,
+}
+"""Classes of state, by the name that a variable or a field of the class has."""
 MUTATORS: Final = frozenset(
     {
         *("append", "appendleft", "add", "insert", "extend", "extendleft", "update", "setdefault", "subtract"),
@@ -342,6 +354,16 @@ def written_outside(source: Source, where: Where) -> Places:
     return {f"{field}: {', '.join(writers[field])}": 1 for field in most_first}
 
 
+def parts_written_outside(source: Source) -> Places:
+    """Fields of the parts of groups that other modules of the engine write."""
+    classes = {where for found in PARTS.values() for where in found}
+    return {
+        f"{where[1]}.{place}": count
+        for where in sorted(classes)
+        for place, count in written_outside(source, where).items()
+    }
+
+
 @cache
 def _written(source: Source) -> dict[str, set[tuple[str, str]]]:
     return {module.name: Writes(source, module).found for module in source.engine()}
@@ -525,13 +547,14 @@ class Figure:
 
 FIGURES: Final = {
     "Fields that other modules write": (
-        Figure("control's Group", partial(written_outside, where=GROUP), 61, 0),
+        Figure("control's Group", partial(written_outside, where=GROUP), 0, 0),
         Figure("data's Group", partial(written_outside, where=DATA_GROUP), 0, 0),
+        Figure("parts of groups", parts_written_outside, 8, 0),
         Figure("Exchange", partial(written_outside, where=EXCHANGE), 0, 0),
     ),
     "Outputs of control's functions": (
-        Figure("kinds of outputs", kinds_of_outputs, 3, 1),
-        Figure("functions that return orders or refusals", returned_outputs, 3, 0),
+        Figure("kinds of outputs", kinds_of_outputs, 1, 1),
+        Figure("functions that return orders or refusals", returned_outputs, 0, 0),
     ),
     "Imports": (Figure("circles", circles, 0, 0),),
     "Places that name every kind by hand": (
@@ -545,13 +568,13 @@ FIGURES: Final = {
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 38_100, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 7, 0),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 38_700, 25_000, room=500),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 6, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 108, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 93, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 2, 0),
-        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 67, 0),
+        Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 44, 0),
     ),
 }
 

@@ -182,7 +182,7 @@ class Lied(Crashing):
     @property
     def version(self) -> int:
         group = self.harness.engine.control.groups.get("default")
-        return 0 if group is None else group.version
+        return 0 if group is None else group.recovery.generation
 
     @property
     def honest(self) -> list[Durable]:
@@ -326,7 +326,7 @@ def test_a_plan_for_a_round_that_cannot_have_begun_is_refused() -> None:
 
     error = harness.refusal(SEATS)
     assert isinstance(error, UnexpectedMessageError)
-    assert group.rounds == 0
+    assert group.rounds.number == 0
 
 
 def test_data_used_in_a_round_that_has_not_begun_is_refused() -> None:
@@ -337,7 +337,7 @@ def test_data_used_in_a_round_that_has_not_begun_is_refused() -> None:
     group.harness.receive(SEATS, Used("data", 0, 1), pack(((0, 10),)))
 
     assert SEATS in group.harness.closed
-    (use,) = group.harness.engine.control.groups["default"].positions.uses.values()
+    (use,) = group.harness.engine.control.groups["default"].leases.positions.uses.values()
     assert use.left == ((0, 100),), "what it held is not the others'"
 
 
@@ -479,7 +479,7 @@ def fetching(*spans: Span, lacking: Span | None = None) -> Group:
 
 
 def say_held(group: Group, rank: int, key: ExchangeKey, payload: bytes) -> None:
-    version = group.harness.engine.control.groups["default"].version
+    version = group.harness.engine.control.groups["default"].recovery.generation
     group.harness.receive(BACK + rank, Held(version, key, 0, 2.0, True), payload)
 
 

@@ -108,7 +108,7 @@ def test_after_departures_all_end_rounds_with_equal_bytes_and_the_ledger_knows_w
     (over,) = {tuple(cluster.over[rank]) for rank in cluster.clients}
     (steady,) = {client.steady for client in cluster.clients.values()}
     assert sorted([*steady, *(done.round for done in over)]) == list(range(scenario.rounds)), "each round ends once"
-    ledger = cluster.harness.engine.control.groups["default"].ledger
+    ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
     assert [record.round for record in ledger] == list(range(scenario.rounds))
     for record in ledger:
         of_round = [by for (key, _), by in cluster.pushed.items() if key.number == record.round]
@@ -215,7 +215,7 @@ def test_the_ledger_knows_a_member_that_counted_at_one_shard_only() -> None:
     harness.flush()
 
     assert share.interval(0) == (0, 1)
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 1.0)
     assert record.cut == ((1, 0, 1),), "one slice of the first bucket"
 
@@ -231,5 +231,5 @@ def test_a_worker_may_get_a_seat_while_shards_report_a_round() -> None:
         harness.push_to(0, rank, bucket(0), floats(1, 1, 1, 1), index=0)
     harness.flush()
 
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 0.0)

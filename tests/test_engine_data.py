@@ -198,7 +198,7 @@ def test_the_ledger_forgets_old_rounds() -> None:
     for number in range(300):
         harness.push(0, bucket(number), floats(1))
 
-    ledger = harness.engine.control.groups["default"].ledger
+    ledger = harness.engine.control.groups["default"].rounds.ledger
     assert (len(ledger), ledger[0].round, ledger[-1].round) == (256, 44, 299)
 
 

@@ -92,7 +92,7 @@ def test_a_death_costs_the_slices_that_were_not_pushed_and_no_others() -> None:
     assert memoryview(payloads[0]).cast("f").tolist() == [1, 1]
     assert done == RoundDone(0, 2)
     assert [type(message) for message, _ in harness.sent(2)] == [Membership, Result, RoundDone]
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 1.0)
     assert record.cut == ((1, 0, 2),)
 
@@ -121,7 +121,7 @@ def test_two_at_once_cost_what_each_had_not_pushed() -> None:
     harness.lose(1)
 
     assert values(harness, 0, bucket(0)) == values(harness, 3, bucket(0))
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 0.0, 1.0)
     assert record.cut == ((1, 0, 1),)
 
@@ -136,7 +136,7 @@ def test_a_member_that_dies_between_two_buckets_counts_in_the_first() -> None:
     harness.lose(1)
 
     assert values(harness, 0, bucket(0, 1)) == [5, 5]
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
 
 
@@ -148,7 +148,9 @@ def test_later_rounds_do_without_and_are_not_marked() -> None:
             harness.push(rank, bucket(number), floats(rank, rank))
         assert values(harness, 0, bucket(number)) == values(harness, 1, bucket(number)) == [0.5, 0.5]
 
-    assert [(r.weights, r.cut) for r in harness.engine.control.groups["default"].ledger] == [((1.0, 1.0, 0.0), ())] * 2
+    assert [(r.weights, r.cut) for r in harness.engine.control.groups["default"].rounds.ledger] == [
+        ((1.0, 1.0, 0.0), ())
+    ] * 2
 
 
 def test_a_reduction_that_holds_the_bytes_of_the_dead_counts_them() -> None:
@@ -189,7 +191,7 @@ def test_memory_of_a_departed_member_does_not_count_until_it_is_reduced() -> Non
 
     assert mine.tolist() == others.tolist() == [3, 3, 3, 3]
     assert theirs.tolist() == [1000] * 4
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 0.0, 1.0), ())
 
 
@@ -203,7 +205,7 @@ def test_of_memory_that_was_reduced_in_part_that_part_counts() -> None:
     harness.push(0, bucket(0), floats(2, 2), index=1)
 
     assert values(harness, 0, bucket(0)) == [4, 4, 2, 2]
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
 
 
@@ -219,7 +221,7 @@ def test_memory_of_a_process_that_has_ended_counts() -> None:
 
     assert others.tolist() == values(harness, 0, bucket(0)) == [5, 5, 5, 5, 3, 3]
     assert theirs.tolist() == [9] * 6, "no member is there to read a result"
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 1.0, 1.0), ((1, 0, 2),))
 
 
@@ -473,7 +475,7 @@ def test_bytes_that_say_nothing_cost_their_sender_its_place_and_the_others_nothi
     assert SEATS + 1 in harness.closed
     got = {m.slice: memoryview(p[0]).cast("f").tolist() for m, p in harness.sent(0) if isinstance(m, Result)}
     assert got == {1: [1, 1], 0: [1, 1]}
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 1.0, 1.0), ((1, 0, 1),))
     assert harness.group()["state"] == "active"
 

@@ -117,7 +117,7 @@ def test_no_round_is_lost_and_the_ledger_knows_where_each_member_counted(
 ) -> None:
     cluster = run(world, buckets, [Step()] * rounds, goes, seed)
 
-    ledger = cluster.harness.engine.control.groups["default"].ledger
+    ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
     assert [record.round for record in ledger] == list(range(rounds))
     for record in ledger:
         counted = {

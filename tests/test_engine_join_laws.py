@@ -40,7 +40,7 @@ def happen(cluster: Cluster, what: str, who: int) -> None:
             cluster.join()
         case "return" if cluster.gone:
             seat = sorted(cluster.gone)[who % len(cluster.gone)]
-            cluster.join(cluster.harness.engine.control.groups["default"].seats.names[seat])
+            cluster.join(cluster.harness.engine.control.groups["default"].members.seats.names[seat])
         case "leave" | "die":
             seats = sorted(cluster.members)
             cluster.remove(seats[who % len(seats)], what == "leave")
@@ -136,7 +136,7 @@ def test_no_round_is_lost_and_the_ledger_knows_what_counted(
 ) -> None:
     cluster = run(world, buckets, [Step()] * rounds, happens, seed)
 
-    ledger = cluster.harness.engine.control.groups["default"].ledger
+    ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
     assert [record.round for record in ledger] == list(range(rounds))
     for record in ledger:
         pushed = [by for (key, _), by in cluster.pushed.items() if key.stream == 0 and key.number == record.round]

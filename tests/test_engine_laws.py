@@ -400,7 +400,7 @@ def test_all_get_the_same_bytes_and_they_are_the_exact_mean(scenario: Scenario, 
     assert cluster.errors() == []
     check_answers(cluster)
     cluster.leftovers()
-    ledger = cluster.harness.engine.control.groups["default"].ledger
+    ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
     assert sorted(record.round for record in ledger) == list(range(scenario.rounds))
 
 

@@ -198,4 +198,4 @@ def test_a_claim_waits_until_all_that_counted_have_said_what_they_used(dies: boo
     else:
         use(harness, 1, 0, ((4, 6),))
     assert {type(message) for message, _ in harness.inbox[SEATS]} == {Claimed}
-    assert count(harness.engine.control.groups["default"].positions.use("data").done) == (4 if dies else 6)
+    assert count(harness.engine.control.groups["default"].leases.positions.use("data").done) == (4 if dies else 6)

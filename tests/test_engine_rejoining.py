@@ -106,7 +106,7 @@ def test_behind_a_round_with_a_new_member_a_coordinator_that_comes_back_says_the
 
     assert [type(record) for record in written[-2:]] == [Round, Boundary]
     assert {(done.round, done.epoch) for done in said} == {(2, 2)}
-    assert group.harness.engine.control.groups["default"].told == (2, 2)
+    assert group.harness.engine.control.groups["default"].rounds.told == (2, 2)
 
 
 def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
@@ -118,7 +118,7 @@ def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
     ]
 
     assert [news.names for news in heard] == [("w0", "w1", "spot")] * 2
-    assert {news.epoch for news in heard} == {group.harness.engine.control.groups["default"].epoch}
+    assert {news.epoch for news in heard} == {group.harness.engine.control.groups["default"].members.epoch}
     assert all("'spot' (rank 2) joined in round 2" in news.reason for news in heard)
     assert isinstance(group.come_back(2, welcome.token, welcome.epoch)[1], Membership)
 
@@ -134,7 +134,7 @@ def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:
     for seat in (0, 1, 2):
         group.hold(seat, 2, Span(State.HELD, bucket(2), 0, 1))
 
-    record = group.harness.engine.control.groups["default"].ledger[-1]
+    record = group.harness.engine.control.groups["default"].rounds.ledger[-1]
     assert (record.round, record.weights) == (2, (1.0, 1.0, 1.0))
     assert any(isinstance(message, RoundDone) for message in group.told(2))
 
@@ -158,7 +158,7 @@ def test_a_seat_is_not_its_former_members() -> None:
     for number, name in enumerate(["a", "b", "c", "d", "e"]):
         group.join(3 + number, name)
     group.join(8, "last")  # all other seats were used: it gets the seat of the member that is away
-    seats = group.harness.engine.control.groups["default"].seats.names
+    seats = group.harness.engine.control.groups["default"].members.seats.names
     assert seats[2] == "last"
 
     group.harness.receive(BACK + 2, Resume("default", 2, group.tokens[2], 1, PLAN.hash))

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 
 from gradserver.engine.commands import Log
-from gradserver.engine.control.shard_replacement import HIRE_SECONDS
+from gradserver.engine.control.group.shards import HIRE_SECONDS
 from gradserver.engine.events import Disconnected, Garbled
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import OnNonFinite, Policy
@@ -86,7 +86,7 @@ class Group:
         self.harness.receive(BACK + rank, Resume("default", rank, token, epoch, own if plan is None else plan))
 
     def hold(self, rank: int, number: int, *spans: Span, connection: int = BACK) -> None:
-        version = self.harness.engine.control.groups["default"].version
+        version = self.harness.engine.control.groups["default"].recovery.generation
         self.harness.receive(connection + rank, Holding(version, number, 1.0), pack_spans(spans))
 
     def told(self, rank: int, connection: int = BACK) -> list[object]:
@@ -581,7 +581,7 @@ def test_what_was_asked_of_data_and_not_answered_can_be_asked_again_and_what_was
     group.harness.receive(BACK, Used("train", 0, 0), pack(((0, 10),)))
 
     assert BACK not in group.harness.closed
-    assert group.harness.engine.control.groups["default"].positions.uses["train"].used == {(0, 0): ((0, 10),)}
+    assert group.harness.engine.control.groups["default"].leases.positions.uses["train"].used == {(0, 0): ((0, 10),)}
 
 
 def test_a_plan_that_was_agreed_on_and_not_told_is_told() -> None:

@@ -280,7 +280,7 @@ def test_a_new_plan_begins_where_the_members_are_also_if_reports_are_late() -> N
     harness.flush()
 
     assert harness.only(range(2), Agreed) == [Agreed(plan.hash, 3)] * 2
-    ledger = harness.engine.control.groups["default"].ledger
+    ledger = harness.engine.control.groups["default"].rounds.ledger
     assert [record.round for record in ledger] == [0, 1, 2]
 
 
@@ -298,7 +298,7 @@ def test_a_round_is_over_when_the_last_shard_says_so() -> None:
     harness.push_to(1, 0, bucket(0), np.ones(LARGE - first, np.float32), index=1)
 
     assert harness.group()["round"] == 1
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0, ((5.0, 8.0), (5.0, 6.0)))
     assert sum(isinstance(message, Result) for message, _ in harness.sent(0)) == 2
 

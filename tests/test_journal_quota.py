@@ -177,7 +177,7 @@ def test_ever_new_plans_are_refused_and_the_last_one_stays_in_force() -> None:
     assert isinstance(error, QuotaExceededError)
     assert "a plan of" in error.message
     assert 3 <= number <= 5, "about 64 KiB of 20 KiB each"
-    in_force = there.engine.control.groups["default"].plan
+    in_force = there.engine.control.groups["default"].plans.plan
     assert in_force is not None
     assert in_force.hash == large_plan(number - 1).hash
     for rank in range(2):

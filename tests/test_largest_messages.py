@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.engine.control.group import check_applicant, new_group
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.joining import check_applicant
 from gradserver.engine.data_records import Committed
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Policy
 from gradserver.engine.records import Epoch, Round, RoundRecord, decode as read_record, encode as write_record
 from gradserver.protocol import wire
 from gradserver.protocol.dtypes import FLOAT32
@@ -96,7 +97,7 @@ def longest_name(world: int, filler: str = "w") -> str:
     """Return the longest name that a member of an elastic group of up to so many workers can have."""
     for length in range(MAX_NAME_BYTES, 0, -1):
         join = Join("g", (filler * length)[:length], -1, 0, 5.0)
-        group = new_group(join, Policy(1, world), 0, OnNonFinite.HALT)
+        group = Group(join.group, Policy(1, world))
         try:
             check_applicant(group, join, 0.0)
         except InvalidArgumentError:

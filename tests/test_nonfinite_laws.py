@@ -142,7 +142,7 @@ def test_every_member_gets_what_the_policy_says_slice_by_slice(
             assert weight == due.weight
             matches(payload, due)
             assert len({answer for (k, i, _), answer in cluster.answers().items() if (k, i) == (key, index)}) == 1
-    ledger = {record.round: record for record in cluster.harness.engine.control.groups["default"].ledger}
+    ledger = {record.round: record for record in cluster.harness.engine.control.groups["default"].rounds.ledger}
     assert sorted(ledger) == list(range(scenario.rounds))
     for number, record in ledger.items():
         due_counts = counts(scenario, number) if policy.sifts else {}

@@ -398,9 +398,9 @@ def test_results_do_not_depend_on_the_number_of_shards_or_their_rates(
         check_outcomes(cluster)
         assert cluster.results() == alone.results()
         cluster.leftovers()
-        ledger = cluster.harness.engine.control.groups["default"].ledger
+        ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
         assert sorted(record.round for record in ledger) == list(range(scenario.rounds))
-        assert cluster.harness.engine.control.groups["default"].partial == {}
+        assert cluster.harness.engine.control.groups["default"].shards.partial == {}
 
 
 @given(scenarios(), seeds, many_rates, st.integers(2, 4))

@@ -238,7 +238,7 @@ def test_what_is_the_donors_fault_is_not_held_against_a_learner() -> None:
 
     driven.receive(SEATS + told.donor, StateFailed(told.number, "no memory"))
 
-    assert not driven.engine.control.groups["default"].in_vain
+    assert not driven.engine.control.groups["default"].learners.in_vain
     (done,) = driven.told(0, RoundDone)
     (again,) = done.transfers
     assert again.donor != told.donor

@@ -194,7 +194,7 @@ def test_a_round_has_its_quorum_and_nothing_is_left_behind(course: Course) -> No
 
     for command in cluster.reductions:
         assert len(command.contributions) >= course.lateness.needed(3)
-    ledger = cluster.harness.engine.control.groups["default"].ledger
+    ledger = cluster.harness.engine.control.groups["default"].rounds.ledger
     assert [record.round for record in ledger] == list(range(4))
     group = cluster.harness.engine.data.groups["default"]
     assert not group.exchanges
@@ -226,6 +226,6 @@ def test_two_shards_that_find_different_members_late_do_not_cut_off_both() -> No
 
     results = {(m.slice, m.weight, m.without) for m, _ in harness.sent(0) if isinstance(m, Result)}
     assert results == {(0, 2.0, (2,)), (1, 2.0, (2,)), (2, 3.0, ()), (3, 3.0, ())}
-    (record,) = harness.engine.control.groups["default"].ledger
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 1.0)
     assert record.cut == ((2, 0, 2),)

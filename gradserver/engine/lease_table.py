@@ -225,6 +225,10 @@ class Positions:
             elif ranges:
                 raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
 
+    def begin_use(self, name: str, seat: int, round_number: int) -> None:
+        """Note that ``seat`` uses samples from this round on, if it has not before."""
+        self.users.setdefault((name, seat), round_number)
+
     def awaits(self, round_number: int, counted: Collection[int]) -> bool:
         """Tell whether a member that ``counted`` in a round has yet to say what it used in it."""
         return any(

@@ -11,7 +11,7 @@ from gradserver.engine.control import (
     restore,
     sessions,
 )
-from gradserver.engine.control.group import HERE, Group, State, describe, left_out
+from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
 from gradserver.engine.control.registry import Registry
@@ -91,7 +91,9 @@ class Control:
     def _take_report(self, source: int, payload: Buffer, effects: Effects) -> None:
         epoch, report = decode_report(payload, self._registry.now)
         group = self.groups.get(report.group)
-        if group is not None and group.founded == epoch and source in group.shards:  # else it has ended meanwhile
+        if (
+            group is not None and group.members.founded == epoch and source in group.shards.connections
+        ):  # else it has ended meanwhile
             self._happens(group, report, effects, source)
 
     def heed(self, report: Report, now: float, effects: Effects) -> None:
@@ -119,7 +121,7 @@ class Control:
         error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
         group = self._registry.group_of(connection)
         if group is not None and (seat := group.seat_of(connection)) >= 0:
-            error = left_out(group, seat, reason)
+            error = group.left_out(seat, reason)
         effects.dismiss(connection, error)
 
     def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
@@ -175,7 +177,7 @@ class Control:
 
     def _first_that_holds(self, group: Group) -> Rule | None:
         registry = self._registry
-        if not group.ended:
+        if not group.is_ended:
             for rule in RULES:
                 if rule.holds(registry, group):
                     return rule
@@ -188,9 +190,9 @@ class Control:
                 self._evict(eviction.connection, eviction.error, effects, ended=eviction.ended)
 
     def _note_state(self, group: Group, row: Transition | None) -> None:
-        before, group.state = group.state, group.present_state()
-        if row is not None and group.state not in (before, *row.next):
-            self._surprises.append(f"{before} to {group.state}, which the row of {row.events} has not")
+        before, after = group.note_state()
+        if row is not None and after not in (before, *row.next):
+            self._surprises.append(f"{before} to {after}, which the row of {row.events} has not")
 
     def _evict(self, connection: int, error: GradServerError, effects: Effects, *, ended: bool = False) -> None:
         """``error`` is this connection's own fault, and costs it the connection."""
@@ -212,7 +214,7 @@ class Control:
         effects.log(f"data shard {shard.number} at {shard.url} was lost ({how.reason})", warning=True)
         error = ConnectionLostError(f"the data shard at {shard.url} was lost, and its slices with it: {how.reason}")
         for group in list(self.groups.values()):
-            if connection in group.shards:
+            if connection in group.shards.connections:
                 self._happens(group, ShardLost(error), effects, connection)
         self._shard_enlisted(effects)  # there may be another one to take its place
 
@@ -225,13 +227,15 @@ class Control:
     def awaited(self, name: str) -> set[int]:
         """Connections of members whose plan others wait for, or for whose next round a learner waits."""
         group = self.groups.get(name)
-        if group is None or not (group.proposals or group.learners):
+        if group is None or not (group.plans.proposals or group.learners.by_seat):
             return set()
-        return {member.connection for seat, member in group.members.items() if seat not in group.proposals}
+        return {
+            member.connection for seat, member in group.members.by_seat.items() if seat not in group.plans.proposals
+        }
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
-        return {name: describe(group, now) for name, group in self.groups.items()}
+        return {name: group.describe(now) for name, group in self.groups.items()}
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

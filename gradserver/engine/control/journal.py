@@ -34,33 +34,33 @@ from gradserver.protocol.ranges import Ranges
 
 def founded(group: Group, effects: Effects) -> None:
     """A group is complete."""
-    _first(group, Founded(group.name, group.world, group.timeout), effects)
-    if group.secret:
-        _first(group, Durable(group.name, group.secret, group.table.rates), effects)
-    if group.secret and group.policy.lateness is not None:
+    _first(group, Founded(group.name, group.members.world, group.timeout), effects)
+    if group.sessions.secret:
+        _first(group, Durable(group.name, group.sessions.secret, group.shards.table.rates), effects)
+    if group.is_durable and group.policy.lateness is not None:
         _first(group, Stragglers(group.name, group.policy.lateness.keeps), effects)
     if group.nonfinite is not OnNonFinite.HALT:
         _first(group, Handling(group.name, group.nonfinite), effects)
-    members(group, f"complete with {group.world} workers", effects)
+    members(group, f"complete with {group.members.world} workers", effects)
 
 
 def members(group: Group, reason: str, effects: Effects) -> None:
     """Who is there now, since somebody came or went."""
-    there = tuple((rank, seat.name) for rank, seat in group.members.items())
-    _first(group, Epoch(group.name, group.epoch, group.rounds, there, reason), effects)
+    there = tuple((rank, seat.name) for rank, seat in group.members.by_seat.items())
+    _first(group, Epoch(group.name, group.members.epoch, group.rounds.number, there, reason), effects)
     if group.entering:
         entered(group, effects)
 
 
 def entered(group: Group, effects: Effects) -> None:
     """Who contributes to the open round as his first one."""
-    there = tuple((seat, group.seats.names[seat]) for seat in group.entering)
-    _first(group, Entered(group.name, group.rounds, there), effects)
+    there = tuple((seat, group.members.seats.names[seat]) for seat in group.entering)
+    _first(group, Entered(group.name, group.rounds.number, there), effects)
 
 
 def planned(group: Group, plan: PlanTable, effects: Effects) -> None:
     """All members have agreed on ``plan``."""
-    _first(group, Plan(group.name, group.epoch, group.rounds, plan), effects)
+    _first(group, Plan(group.name, group.members.epoch, group.rounds.number, plan), effects)
 
 
 def registered(group: Group, use: Use, effects: Effects) -> None:
@@ -80,13 +80,12 @@ def used(group: Group, ranges: Ranges, effects: Effects) -> None:
 
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], effects: Effects) -> None:
     """A round is complete. Results are told before this, and in elastic groups that it is over behind it."""
-    effects.journal_behind(Round(group.name, group.epoch, record, used_up))
+    effects.journal_behind(Round(group.name, group.members.epoch, record, used_up))
     if record.nonfinite:
-        warning = group.found.count(record, group.nonfinite, group.plan, group.call, group.name)
+        warning = group.found.count(record, group.nonfinite, group.plans.plan, group.call, group.name)
         if warning:
             effects.log(warning, warning=True)
-    group.told = record.round, group.epoch
-    group.ledger.append(record.without_digests())  # here it is for its times
+    group.rounds.write(record, group.members.epoch)
 
 
 def boundary(group: Group, number: int, effects: Effects) -> None:
@@ -94,35 +93,36 @@ def boundary(group: Group, number: int, effects: Effects) -> None:
 
     The round may be written down by the same event: this comes behind it, as it is the later word.
     """
-    if group.told != (number, group.epoch):
-        group.told = number, group.epoch
-        _write(group, Boundary(group.name, number, group.epoch), effects)
+    if group.rounds.write_end(number, group.members.epoch):
+        _write(group, Boundary(group.name, number, group.members.epoch), effects)
 
 
 def reset(group: Group, effects: Effects) -> None:
     """What lossy codecs had kept back is lost."""
-    _first(group, Reset(group.name, group.rounds), effects)
+    _first(group, Reset(group.name, group.rounds.number), effects)
 
 
 def cut(group: Group, number: int, seats: Sequence[int], reason: str, effects: Effects) -> None:
     """A round is closed without some members."""
-    _first(group, Cut(group.name, group.epoch, number, tuple(seats), reason), effects)
+    _first(group, Cut(group.name, group.members.epoch, number, tuple(seats), reason), effects)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:
     """The group goes no further."""
-    _first(group, Halt(group.name, group.epoch, group.rounds, type(error).__name__, error.message), effects)
+    _first(
+        group, Halt(group.name, group.members.epoch, group.rounds.number, type(error).__name__, error.message), effects
+    )
 
 
 def closed(group: Group, reason: str, effects: Effects) -> None:
     """The group has ended."""
-    _first(group, Closed(group.name, group.epoch, group.rounds, reason), effects)
+    _first(group, Closed(group.name, group.members.epoch, group.rounds.number, reason), effects)
 
 
 def stopped(groups: dict[str, Group], error: GradServerError, effects: Effects) -> None:
     """The coordinator stops, and what it serves ends with it; unless it is durable."""
     for group in groups.values():
-        if group.begun and not group.secret:
+        if group.begun and not group.sessions.secret:
             closed(group, error.message, effects)
 
 

@@ -36,11 +36,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle
-from typing import Final
 
 from gradserver.engine.control import journal
-from gradserver.engine.control.group import MAX_REASON, Applicant, Group, Unheeded, announce
-from gradserver.engine.control.learner import Delivery, Learner, Stage
+from gradserver.engine.control.group import Applicant, Group
+from gradserver.engine.control.group.group import MAX_REASON
+from gradserver.engine.control.group.learners import Delivery, Learner, Stage
 from gradserver.engine.control.welcome import tell_agreed, token_of, welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Seat
@@ -72,9 +72,6 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.plan import Plan, first_difference
 
-_REST: Final = 9.0
-"""After waiting for a learner in vain the others train for so many times as long before they wait for one again."""
-
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -87,15 +84,15 @@ def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effec
     """
     check_can_serve(group, applicant.join.name)
     _check_attempts(group, applicant.join.name, applicant.since)
-    group.queue.append(applicant)
+    group.learners.wait(applicant)
     admit_queued(group, entropy, effects)
-    if applicant in group.queue:
+    if applicant in group.learners.queue:
         effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
 
 
 def _check_attempts(group: Group, name: str, now: float) -> None:
     """Raise JoinRefusedError if the others have waited for ``name`` in vain too often."""
-    attempts, last = group.in_vain.get(name, (0, -math.inf))
+    attempts, last = group.learners.in_vain.get(name, (0, -math.inf))
     rest = last + STATE_REST_SECONDS - now
     if attempts >= MAX_STATE_ATTEMPTS and rest > 0:
         raise JoinRefusedError(
@@ -114,58 +111,57 @@ def check_can_serve(group: Group, name: str) -> None:
 
 def _lacks_donors(group: Group) -> bool:
     """Tell whether the group trains and none of its members can send its state."""
-    return bool(group.rounds) and not group.donors and not group.away and not group.recovering
+    return (
+        bool(group.rounds.number)
+        and not group.learners.donors
+        and not group.sessions.away
+        and not group.recovery.is_open
+    )
 
 
 def _no_donor(group: Group, name: str) -> UsageError:
     return UsageError(
-        f"{name!r} joins group {group.name!r} in round {group.rounds}, and needs the model's and the optimizer's "
-        f"state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, or give "
-        f"Worker.serve_state what to send"
+        f"{name!r} joins group {group.name!r} in round {group.rounds.number}, and needs the model's and the "
+        f"optimizer's state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, "
+        f"or give Worker.serve_state what to send"
     )
 
 
 def can_admit(group: Group) -> bool:
     """Tell whether there is a seat for one of the applicants that wait for one."""
-    taken = {*group.members, *group.learners}
-    names, is_full = {group.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
-    wanted = [applicant.join.name for applicant in group.queue]
-    return any(namesake(name, group.seats.names, taken) >= 0 if name in names else not is_full for name in wanted)
+    taken = {*group.members.by_seat, *group.learners.by_seat}
+    names, is_full = {group.members.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
+    wanted = [applicant.join.name for applicant in group.learners.queue]
+    return any(
+        namesake(name, group.members.seats.names, taken) >= 0 if name in names else not is_full for name in wanted
+    )
 
 
 def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> None:
     """Give free seats to the applicants that have waited longest."""
-    for applicant in list(group.queue):
-        taken = {*group.members, *group.learners}
-        names = {group.seats.names[seat] for seat in taken}
+    for applicant in list(group.learners.queue):
+        taken = {*group.members.by_seat, *group.learners.by_seat}
+        names = {group.members.seats.names[seat] for seat in taken}
         places = group.policy.maximum
         name = applicant.join.name
-        own = namesake(name, group.seats.names, taken) if name in names else -1
+        own = namesake(name, group.members.seats.names, taken) if name in names else -1
         if own >= 0:  # it was called so when the group began, and is back
-            applicant.join = replace(applicant.join, name=group.seats.names[own])
+            applicant.join = replace(applicant.join, name=group.members.seats.names[own])
         elif name in names or len(taken) >= places:
             continue
-        seat = seat_for(applicant.join, group.seats.names, taken, group.vacant, places)
-        group.queue.remove(applicant)
-        group.seats.admit(seat, applicant.join.name)
-        group.vacant.pop(seat, None)
-        group.world = len(group.seats.names)
-        token = (token_of(group, seat) if group.secret else entropy()) if group.shards else ""
-        joiner = Learner(applicant.connection, applicant.join, token, applicant.since)
-        group.learners[seat] = joiner
-        group.unheeded.append(Unheeded(set(group.shards), seat=seat))
-        group.order(Admit(group.name, seat, Seat(applicant.connection, applicant.join.name), token), effects)
-        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds}")
-
-
-def leave_queue(group: Group, connection: int) -> None:
-    """Forget an applicant that waits for a seat."""
-    group.queue = [applicant for applicant in group.queue if applicant.connection != connection]
+        seat = seat_for(applicant.join, group.members.seats.names, taken, group.learners.vacant, places)
+        group.members.admit(seat, applicant.join.name)
+        token = (token_of(group, seat) if group.is_durable else entropy()) if group.shards else ""
+        learner = Learner(applicant.connection, applicant.join, token, applicant.since)
+        group.learners.admit(seat, learner)
+        occupant = Seat(applicant.connection, applicant.join.name)
+        group.change(Admit(group.name, seat, occupant, token), effects, seat=seat)
+        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds.number}")
 
 
 def _why_waits(group: Group, applicant: Applicant) -> str:
-    taken = [*group.members, *group.learners]
-    same = [seat for seat in taken if group.seats.names[seat] == applicant.join.name]
+    taken = [*group.members.by_seat, *group.learners.by_seat]
+    same = [seat for seat in taken if group.members.seats.names[seat] == applicant.join.name]
     if same:
         return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
     return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
@@ -173,10 +169,9 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
 
 def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
     """All shards know of it."""
-    joiner = group.learners.get(seat)
-    if joiner is None or joiner.stage is not Stage.ADMITTED:
+    joiner = group.learners.by_seat.get(seat)
+    if joiner is None or not joiner.welcome():
         return
-    joiner.stage = Stage.WELCOME
     effects.send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation))
 
 
@@ -185,32 +180,30 @@ def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Eff
 
 def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
     """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
-    joiner = group.learners[seat]
+    joiner = group.learners.by_seat[seat]
     if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
-    joiner.plan, joiner.since = plan, now
-    joiner.sections = joiner.sections if beside else ()
+    joiner.propose(plan, beside, now)
     compare_plans(group, effects)
 
 
 def compare_plans(group: Group, effects: Effects) -> None:
     """Tell those who have proposed a plan whether it is the group's, if it has one."""
-    for seat, joiner in group.learners.items():
-        if joiner.plan is None or group.plan is None:
+    for seat, joiner in group.learners.by_seat.items():
+        if joiner.plan is None or group.plans.plan is None:
             continue
-        if len(joiner.sections) == len(group.plan.each):
+        if len(joiner.sections) == len(group.plans.plan.each):
             continue  # the others may be about to wrap one more, too
-        plan, joiner.plan = joiner.plan, None
-        section = group.plan.each[len(joiner.sections)]
-        difference = first_difference(group.plan.alone(section), plan)
+        plan = joiner.take_plan()
+        section = group.plans.plan.each[len(joiner.sections)]
+        difference = first_difference(group.plans.plan.alone(section), plan)
         if difference is None:
-            joiner.agreed = group.plan.hash
-            joiner.sections += (section.number,)
-            tell_agreed(joiner.connection, group.plan, section, group.rounds, effects)
+            joiner.agree(group.plans.plan.hash, section.number)
+            tell_agreed(joiner.connection, group.plans.plan, section, group.rounds.number, effects)
             continue
         theirs, own = difference
         error = PlanMismatchError(
-            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members)} have "
+            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members.by_seat)} have "
             f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
             f"the same way"
         )
@@ -220,11 +213,11 @@ def compare_plans(group: Group, effects: Effects) -> None:
 
 def outdated(group: Group) -> list[Learner]:
     """Return learners that agreed to a plan which is not the group's any more."""
-    here = "" if group.plan is None else group.plan.hash
-    numbers = [] if group.plan is None else [section.number for section in group.plan.each]
+    here = "" if group.plans.plan is None else group.plans.plan.hash
+    numbers = [] if group.plans.plan is None else [section.number for section in group.plans.plan.each]
     return [
         joiner
-        for joiner in group.learners.values()
+        for joiner in group.learners.by_seat.values()
         if joiner.agreed not in ("", here)
         and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
     ]
@@ -239,32 +232,25 @@ def evict_outdated(group: Group, effects: Effects) -> None:
 def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects) -> None:
     """Take what a member or a learner says of states."""
     match message:
-        case Serve() if seat in group.members:
-            group.donors[seat] += 0
+        case Serve() if seat in group.members.by_seat:
+            group.learners.add_donor(seat)
         case Serve():
-            group.learners[seat].serves = True
-        case StateFailed(number, reason) if seat in group.members:
-            group.donors.pop(seat, None)
+            group.learners.by_seat[seat].serve()
+        case StateFailed(number, reason) if seat in group.members.by_seat:
+            group.learners.remove_donor(seat)
             effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
             _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat, effects)
-        case Enter(failed, waits) if (joiner := group.learners.get(seat)) is not None and joiner.agreed:
+        case Enter(failed, waits) if (joiner := group.learners.by_seat.get(seat)) is not None and joiner.agreed:
             check_can_serve(group, joiner.join.name)
             _check_sections(group, joiner)
             if joiner.number == failed:
-                _waited_in_vain(group, joiner, now)
+                group.learners.wait_in_vain(joiner, now)
             _check_attempts(group, joiner.join.name, now)
-            joiner.since = now
-            joiner.waits |= waits
-            if joiner.stage is Stage.WELCOME:
-                joiner.stage = Stage.WAITING
+            joiner.wait(waits, now)
             _excuse_all(group, lambda other: other is joiner and other.number == failed, effects)
-        case Ready(number) if (joiner := group.learners.get(seat)) is not None:
+        case Ready(number) if (joiner := group.learners.by_seat.get(seat)) is not None:
             if joiner.stage is Stage.RECEIVING and joiner.number == number:
-                if joiner.donor in group.donors:
-                    group.donors[joiner.donor] += 1
-                joiner.donor, joiner.delivery = -1, None
-                group.in_vain.pop(joiner.join.name, None)
-                joiner.stage = Stage.READY if joiner.listens else Stage.ENTERED
+                group.learners.succeed(joiner)
                 if not joiner.listens:
                     enter(group, joiner.round, effects)
         case _:
@@ -273,7 +259,7 @@ def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, 
 
 def _check_sections(group: Group, joiner: Learner) -> None:
     """Raise PlanMismatchError unless ``joiner`` has all modules that the others train."""
-    here, there = len(joiner.sections), 0 if group.plan is None else len(group.plan.each)
+    here, there = len(joiner.sections), 0 if group.plans.plan is None else len(group.plans.plan.each)
     if here != there:
         raise PlanMismatchError(
             f"group {group.name!r} trains {there} modules, and {joiner.join.name!r}, who wants to join, has wrapped "
@@ -283,11 +269,10 @@ def _check_sections(group: Group, joiner: Learner) -> None:
 
 def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects) -> None:
     """Have learners that do not get the state now wait for the next donor, and nobody for them."""
-    for seat, joiner in group.learners.items():
+    for seat, joiner in group.learners.by_seat.items():
         if joiner.stage is Stage.RECEIVING and which(joiner):
-            joiner.stage, joiner.donor, joiner.round, joiner.delivery = Stage.WAITING, -1, -1, None
-            group.unheeded.append(Unheeded(set(group.shards)))
-            group.order(Excuse(group.name, seat), effects)
+            joiner.excuse()
+            group.change(Excuse(group.name, seat), effects)
 
 
 # ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
@@ -295,7 +280,7 @@ def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects
 
 def caught_up(group: Group) -> list[int]:
     """Return the seats of learners that have caught up with the others."""
-    return [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.READY]
+    return [seat for seat, joiner in group.learners.by_seat.items() if joiner.stage is Stage.READY]
 
 
 def donations(group: Group, now: float) -> dict[int, int]:
@@ -304,51 +289,49 @@ def donations(group: Group, now: float) -> dict[int, int]:
     A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
     results came, if there is to be no backlog, or if there are too few others.
     """
-    waiting = [seat for seat, joiner in group.learners.items() if joiner.stage is Stage.WAITING]
+    waiting = [seat for seat, joiner in group.learners.by_seat.items() if joiner.stage is Stage.WAITING]
     if not waiting:
         return {}
-    free = sorted(group.donors, key=lambda seat: (group.donors[seat], seat))
+    free = sorted(group.learners.donors, key=lambda seat: (group.learners.donors[seat], seat))
     if group.lacks_workers:  # no round is open meanwhile, so that one donor may serve several
         donors: Iterator[int] = cycle(free)
     else:
-        busy = {joiner.donor for joiner in group.learners.values()}
+        busy = {joiner.donor for joiner in group.learners.by_seat.values()}
         donors = iter([seat for seat in free if seat not in busy])
-    may = [seat for seat in waiting if group.lacks_workers or _listens(group, seat) or now >= group.waits_again]
+    may = [
+        seat for seat in waiting if group.lacks_workers or _listens(group, seat) or now >= group.learners.waits_again
+    ]
     return dict(zip(may, donors, strict=False))
 
 
 def _listens(group: Group, seat: int) -> bool:
     """Tell whether a learner gets the state while the others go on."""
-    return not (group.lacks_workers or group.learners[seat].waits or not group.policy.backlog)
+    return not (group.lacks_workers or group.learners.by_seat[seat].waits or not group.policy.backlog)
 
 
 def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """Have learners contribute to the next round that have caught up, and others get the state."""
     policy, listen, expected = group.policy, list[int](), caught_up(group)
     for seat in expected:
-        group.learners[seat].stage, group.learners[seat].round = Stage.ENTERED, record.round + 1
+        group.learners.by_seat[seat].contribute(record.round + 1)
     given, few = donations(group, now), group.lacks_workers
     listens = {seat: _listens(group, seat) for seat in given}
     for seat, donor in given.items():
-        joiner = group.learners[seat]
-        group.transfers += 1
-        joiner.stage, joiner.donor, joiner.number = Stage.RECEIVING, donor, group.transfers
-        joiner.round, joiner.listens = record.round + 1, listens[seat]
-        if not joiner.listens:
-            joiner.delivery = Delivery(policy.state_seconds, policy.state_rate, few)
+        joiner = group.learners.by_seat[seat]
+        delivery = None if listens[seat] else Delivery(policy.state_seconds, policy.state_rate, few)
+        joiner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
         (listen if joiner.listens else expected).append(seat)
     for seats, listening in ((expected, False), (listen, True)):
         if seats:
-            group.unheeded.append(Unheeded(set(group.shards)))
-            numbers = tuple(group.learners[seat].number for seat in seats)
-            group.order(Expect(group.name, tuple(seats), record.round + 1, listening, numbers), effects)
+            numbers = tuple(group.learners.by_seat[seat].number for seat in seats)
+            group.change(Expect(group.name, tuple(seats), record.round + 1, listening, numbers), effects)
 
 
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     """Of the state at the boundary before round ``number``."""
     return tuple(
         joiner.transfer(seat)
-        for seat, joiner in group.learners.items()
+        for seat, joiner in group.learners.by_seat.items()
         if joiner.stage is Stage.RECEIVING and joiner.round == number
     )
 
@@ -356,47 +339,38 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
 def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
     """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
     for transfer in told:
-        delivery = group.learners[transfer.joiner].delivery
+        delivery = group.learners.by_seat[transfer.joiner].delivery
         who, donor = group.call(transfer.joiner), group.call(transfer.donor)
         if delivery is None:
             what = f"{donor} sends its state to {who}, and nobody waits for that"
         else:
-            delivery.began = now
+            delivery.begin(now)
             most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
-            what = f"round {group.rounds} waits for {who}, to which {donor} sends its state{most}"
+            what = f"round {group.rounds.number} waits for {who}, to which {donor} sends its state{most}"
         effects.log(f"group {group.name!r}: {what}")
 
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
     """So much of its state has come to a learner."""
-    joiner = group.learners.get(report.rank)
+    joiner = group.learners.by_seat.get(report.rank)
     if joiner is None or joiner.delivery is None:
         return
     if (joiner.number, joiner.donor) == (report.number, report.donor):
         joiner.delivery.comes(report.nbytes, now)
 
 
-def _waited_in_vain(group: Group, joiner: Learner, now: float) -> None:
-    """The others waited for a learner, and it did not come to anything: for a while they wait for none."""
-    delivery = joiner.delivery
-    if delivery is None or delivery.began == math.inf:
-        return
-    recent = {name: found for name, found in group.in_vain.items() if found[1] + STATE_REST_SECONDS > now}
-    attempts, _ = recent.get(joiner.join.name, (0, 0.0))
-    group.in_vain = {**recent, joiner.join.name: (attempts + 1, now)}
-    group.waits_again = now + _REST * (now - delivery.began)
-    if joiner.donor in group.donors:
-        group.donors[joiner.donor] += 1  # it may have been its fault: others come first the next time
-
-
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     """Whether one of ``seats`` is waited for while it gets the state: that is not being late."""
-    return any(seat in group.learners and group.learners[seat].stage is Stage.RECEIVING for seat in seats)
+    return any(
+        seat in group.learners.by_seat and group.learners.by_seat[seat].stage is Stage.RECEIVING for seat in seats
+    )
 
 
 def contributors(group: Group, number: int) -> dict[int, Learner]:
     """Return learners that contribute to round ``number``, by seat."""
-    return {seat: joiner for seat, joiner in group.learners.items() if joiner.entered and joiner.round <= number}
+    return {
+        seat: joiner for seat, joiner in group.learners.by_seat.items() if joiner.entered and joiner.round <= number
+    }
 
 
 def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> None:
@@ -404,27 +378,27 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
     entered = contributors(group, number)
     if not entered:
         return
-    for seat, joiner in entered.items():
-        del group.learners[seat]
-        if joiner.serves:
-            group.donors[seat] = max(group.donors.values(), default=0)
+    for seat in entered:
+        group.learners.promote(seat)
     seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
-    what = group.seat_in(seats, number, epoch())
-    announce(group, what, False, effects)
+    what = group.members.promote(seats, number, epoch())
+    news = group.news(what, False, effects)
     journal.members(group, what, effects)
-    group.order(Reseat(group.name, group.epoch, group.seats.present), effects)
+    group.change(Reseat(group.name, group.members.epoch, group.members.seats.present), effects, news)
 
 
 def waiting(group: Group) -> Iterable[Learner]:
     """Those who hear of each boundary, with which their patience begins anew."""
-    return [j for j in group.learners.values() if j.stage not in (Stage.ADMITTED, Stage.WELCOME)]
+    return [learner for learner in group.learners.by_seat.values() if learner.hears_boundaries]
 
 
 def enter(group: Group, number: int, effects: Effects) -> None:
     """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
-    told = [j for j in group.learners.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered]
+    told = [
+        j for j in group.learners.by_seat.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered
+    ]
     for joiner in told:
-        joiner.entered = True
+        joiner.enter()
         effects.send(joiner.connection, Entered(number))
     if told:
         journal.entered(group, effects)
@@ -432,10 +406,10 @@ def enter(group: Group, number: int, effects: Effects) -> None:
 
 def fell_behind(group: Group, seat: int, effects: Effects) -> bool:
     """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
-    joiner = group.learners[seat]
+    joiner = group.learners.by_seat[seat]
     if joiner.stage is not Stage.RECEIVING:
         return False
-    joiner.waits = True
+    joiner.fall_behind()
     _excuse_all(group, lambda other: other is joiner, effects)
     return True
 
@@ -444,7 +418,7 @@ def hopeless(group: Group) -> list[Learner]:
     """Return learners that wait for the state, if no member can send its own, now or soon."""
     if not _lacks_donors(group):
         return []
-    stuck = [joiner for joiner in group.learners.values() if joiner.stage is Stage.WAITING]
+    stuck = [joiner for joiner in group.learners.by_seat.values() if joiner.stage is Stage.WAITING]
     coming = (joiner for joiner in waiting(group) if joiner.stage is not Stage.WAITING)
     return [] if any(joiner.serves for joiner in coming) else stuck
 
@@ -464,32 +438,26 @@ def lost_donor(group: Group, seat: int, effects: Effects) -> None:
     A joiner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
     others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
     """
-    group.donors.pop(seat, None)
-    group.vacant[seat] = group.epoch
-    told = group.rounds if group.held is None else group.held.round
-    for joiner in group.learners.values():
-        if joiner.donor == seat and joiner.listens and joiner.round <= told:
-            joiner.donor = -1
+    told = group.rounds.number if group.rounds.held is None else group.rounds.held.round
+    group.learners.lose_donor(seat, group.members.epoch, told)
     _excuse_all(group, lambda joiner: joiner.donor == seat, effects)
 
 
 def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
     """Take note that a learner is gone. Only its donor hears of it."""
-    _waited_in_vain(group, group.learners[seat], now)
-    error = group.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
-    if group.learners.pop(seat).entered:
+    group.learners.wait_in_vain(group.learners.by_seat[seat], now)
+    error = group.members.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
+    if group.learners.lose(seat, group.members.epoch).entered:
         journal.entered(group, effects)
-    group.vacant[seat] = group.epoch
-    group.unheeded.append(Unheeded(set(group.shards)))
     effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
-    group.order(Depart(group.name, seat, error, group.epoch), effects)
+    group.change(Depart(group.name, seat, error, group.members.epoch), effects)
 
 
 def bereft(group: Group) -> WorkerLostError:
     """Return what workers that wait to join are told when the last member is gone."""
     return WorkerLostError(
-        f"the last member of group {group.name!r} is gone after {group.rounds} rounds, and with it the state: start "
-        f"again from a checkpoint"
+        f"the last member of group {group.name!r} is gone after {group.rounds.number} rounds, and with it the state: "
+        f"start again from a checkpoint"
     )
 
 
@@ -502,25 +470,29 @@ def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
         f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
         f"whoever was about to join has to begin anew"
     )
-    here = group.learners.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
+    here = (
+        group.learners.by_seat.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
+    )
     _evict_without_blame([joiner for joiner in here if not joiner.entered], error, effects)
 
 
 def _evict_without_blame(joiners: Iterable[Learner], error: GradServerError, effects: Effects) -> None:
     """Evict learners, and not because the others have waited for them in vain."""
     for joiner in joiners:
-        joiner.delivery = None
+        joiner.await_nobody()
         effects.evict(joiner.connection, error)
 
 
 def queue_deadline(group: Group) -> float | None:
     """Return when the patience of the first applicant ends that waits for a seat."""
-    return min((applicant.deadline for applicant in group.queue), default=None) if group.queue else None
+    if not group.learners.queue:
+        return None
+    return min(applicant.deadline for applicant in group.learners.queue)
 
 
 def queue_overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell applicants whose patience has ended that there was no seat."""
-    for applicant in group.queue:
+    for applicant in group.learners.queue:
         if applicant.deadline <= now:
             what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
             effects.evict(applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant)))
@@ -528,29 +500,29 @@ def queue_overdue(group: Group, now: float, effects: Effects) -> None:
 
 def deadline(group: Group) -> float | None:
     """Return when the patience of the first learner ends, or that of the others with it."""
-    if not group.learners:
+    if not group.learners.by_seat:
         return None
-    found = [joiner.deadline for joiner in group.learners.values()]
+    found = [joiner.deadline for joiner in group.learners.by_seat.values()]
     return min((at for at in found if at is not None), default=None)
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell learners whose patience has ended, or with which that of the others has."""
-    for seat, joiner in group.learners.items():
+    for seat, joiner in group.learners.by_seat.items():
         if joiner.deadline is None or joiner.deadline > now:
             continue
         if joiner.delivery is not None:
             effects.evict(joiner.connection, _too_slow(group, seat, joiner.delivery, now))
         else:
             what = (
-                f"to agree on a plan ({group.calls(group.members)})"
+                f"to agree on a plan ({group.calls(group.members.by_seat)})"
                 if joiner.plan is not None
-                else (f"to end round {group.rounds}, so that it can join ({group.calls(group.members)})")
+                else (f"to end round {group.rounds.number}, so that it can join ({group.calls(group.members.by_seat)})")
             )
             error = DeadlineError(
                 f"{joiner.join.name!r} waited {joiner.join.timeout:g} s for the members of group {group.name!r} {what}",
-                missing=tuple(group.call(seat) for seat in group.members),
-                round=group.rounds,
+                missing=tuple(group.call(seat) for seat in group.members.by_seat),
+                round=group.rounds.number,
             )
             effects.evict(joiner.connection, error)
 
@@ -558,10 +530,10 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
 def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
     """What to tell a learner whose state has not come in time."""
     waited = now - delivery.began
-    why = delivery.why(now, group.call(group.learners[seat].donor))
+    why = delivery.why(now, group.call(group.learners.by_seat[seat].donor))
     return DeadlineError(
-        f"group {group.name!r} waited {waited:.1f} s in round {group.rounds} for {group.call(seat)}, and goes on "
-        f"without it: {why}",
+        f"group {group.name!r} waited {waited:.1f} s in round {group.rounds.number} for {group.call(seat)}, and goes "
+        f"on without it: {why}",
         missing=(group.call(seat),),
-        round=group.rounds,
+        round=group.rounds.number,
     )

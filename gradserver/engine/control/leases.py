@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradserver.engine.control import journal
-from gradserver.engine.control.group import Group, check_name
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.leases import Question
+from gradserver.engine.control.names import check_name
 from gradserver.engine.control.quota import counted_ranges, used_ranges
 from gradserver.engine.data_records import Claim as HandedOut, Order
 from gradserver.engine.effects import Effects
@@ -36,8 +38,6 @@ from gradserver.protocol.messages import Failure, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, pack, unpack
 
-Question = Register | Claim
-
 
 def receive(group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], effects: Effects) -> None:
     """Take a message about data."""
@@ -47,14 +47,14 @@ def receive(group: Group, seat: int, message: Question | Used, payloads: Sequenc
     if isinstance(message, Used):
         _check_quota(group, seat, message, used_ranges(ranges))
         journal.used(group, ranges, effects)
-        group.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds)
+        group.leases.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds.number)
         _write(group, effects)
         return
-    if group.asked.get((message.name, seat)) == (message, ranges):
+    if group.leases.asked.get((message.name, seat)) == (message, ranges):
         return  # the same again, on a new connection
     _check(group, seat, message, ranges)
-    if message.round > group.rounds:
-        group.asked[message.name, seat] = message, ranges
+    if message.round > group.rounds.number:
+        group.leases.ask_later(seat, message, ranges)
     else:
         _answer(group, seat, message, ranges, effects)
 
@@ -62,13 +62,13 @@ def receive(group: Group, seat: int, message: Question | Used, payloads: Sequenc
 def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
     """Refuse what no correct client asks."""
     check_name("the data's name", message.name, MAX_NAME_BYTES)
-    if (message.name, seat) in group.asked:
+    if (message.name, seat) in group.leases.asked:
         raise UnexpectedMessageError(f"{group.call(seat)} asks of data {message.name!r} before it has its last answer")
-    if sum(asker == seat for _, asker in group.asked) >= MAX_DATA:
+    if sum(asker == seat for _, asker in group.leases.asked) >= MAX_DATA:
         raise LimitExceededError(f"{group.call(seat)} asks of more than {MAX_DATA} kinds of data at once")
     if isinstance(message, Claim):
-        group.positions.use(message.name)
-        if group.plan is None:
+        group.leases.positions.use(message.name)
+        if group.plans.plan is None:
             raise UnexpectedMessageError(f"{group.call(seat)} claims data {message.name!r} in a group without a plan")
     elif ranges and ranges[-1][1] > message.length:
         raise MalformedMessageError(f"used ranges of data {message.name!r} that has {message.length} samples")
@@ -89,23 +89,23 @@ def _answer(group: Group, seat: int, message: Question, ranges: Ranges, effects:
 
 
 def _register(group: Group, seat: int, message: Register, done: Ranges, effects: Effects) -> tuple[Located, Ranges]:
-    new = message.name not in group.positions.uses
+    new = message.name not in group.leases.positions.uses
     order = Order(message.length, message.seed, message.shuffle)
     if new:
         _check_quota(group, seat, message, counted_ranges(len(done) + 1))
-    use = group.positions.register(message.name, order, message.epoch, done, group.call(seat))
+    use = group.leases.positions.register(message.name, order, message.epoch, done, group.call(seat))
     if new:
         journal.registered(group, use, effects)
     return Located(use.name, use.epoch), use.done
 
 
 def _claim(group: Group, seat: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
-    use = group.positions.use(message.name)
+    use = group.leases.positions.use(message.name)
     epoch = use.epoch
     _check_quota(group, seat, message, counted_ranges(use.claimable(seat, message.number, message.count)))
     number, found, ranges = use.claim(seat, message.number, message.epoch, message.count)
     if message.count:
-        group.positions.users.setdefault((use.name, seat), message.round)
+        group.leases.positions.begin_use(use.name, seat, message.round)
     if ranges or use.epoch != epoch:
         journal.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), effects)
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
@@ -118,7 +118,7 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
     """
     if not group.account.is_used_up:
         return
-    use = group.positions.uses.get(message.name)
+    use = group.leases.positions.uses.get(message.name)
     if isinstance(message, Used) and use is not None:
         nbytes += counted_ranges(use.pieces, 1 + len(use.answers))
     if nbytes:
@@ -127,25 +127,21 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
 
 def departed(group: Group, seat: int) -> None:
     """``seat`` is vacant."""
-    group.positions.depart(seat)
-    for key in [key for key in group.asked if key[1] == seat]:
-        del group.asked[key]
+    group.leases.depart(seat)
 
 
 def not_counted(group: Group, seat: int, number: int, keep: bool, effects: Effects) -> None:
     """Round ``number`` closes without ``seat``, which is late. ``keep``: what it gave will count later."""
-    group.positions.not_counted(seat, number, keep)
+    group.leases.positions.not_counted(seat, number, keep)
     _write(group, effects)
 
 
 def _write(group: Group, effects: Effects) -> None:
-    for use in group.positions.unwritten():
+    for use in group.leases.positions.unwritten():
         journal.registered(group, use, effects)
 
 
 def answer_what_waited(group: Group, effects: Effects) -> None:
     """Answer what was asked of rounds that had yet to be over, and are."""
-    for (name, seat), (message, ranges) in list(group.asked.items()):
-        if message.round <= group.rounds:
-            del group.asked[name, seat]
-            _answer(group, seat, message, ranges, effects)
+    for seat, question, ranges in group.leases.due(group.rounds.number):
+        _answer(group, seat, question, ranges, effects)

@@ -157,14 +157,14 @@ def _break(_: Registry, group: Group, effects: Effects) -> None:
 
 
 def _can_promote(_: Registry, group: Group) -> bool:
-    if group.held is None or group.unheeded or not group.learners:
+    if group.rounds.held is None or group.members.changes or not group.learners.by_seat:
         return False
-    return bool(learners.contributors(group, group.held.round))
+    return bool(learners.contributors(group, group.rounds.held.round))
 
 
 def _promote(registry: Registry, group: Group, effects: Effects) -> None:
-    assert group.held is not None
-    learners.promote(group, group.held.round, registry.next_epoch, effects)
+    assert group.rounds.held is not None
+    learners.promote(group, group.rounds.held.round, registry.next_epoch, effects)
 
 
 def _can_expect(registry: Registry, group: Group) -> bool:
@@ -172,39 +172,39 @@ def _can_expect(registry: Registry, group: Group) -> bool:
 
 
 def _can_end_round(_: Registry, group: Group) -> bool:
-    if group.held is None or not rounds.is_at_boundary(group):
+    if group.rounds.held is None or not rounds.is_at_boundary(group):
         return False
     return group.broken is not None or not group.lacks_workers
 
 
 def _must_pause(_: Registry, group: Group) -> bool:
-    if group.held is None or not rounds.is_at_boundary(group):
+    if group.rounds.held is None or not rounds.is_at_boundary(group):
         return False
-    return group.broken is None and group.paused is None and group.lacks_workers
+    return group.broken is None and group.rounds.paused is None and group.lacks_workers
 
 
 RULES: Final = (
     Rule(
-        lambda registry, group: group.state is FORMING and forming.may_begin(group, registry.now),
+        lambda registry, group: group.state is FORMING and group.applicants.are_enough(group.policy, registry.now),
         forming.activate,
         "All that a forming group waits for are there, or the gathering is over.",
         "Seats, a new epoch, OpenGroup to all shards, Welcome to every member.",
     ),
     Rule(_contradicts, _break, "Two members say different things of one round.", "The group is broken."),
     Rule(
-        lambda _, group: bool(group.unsettled) and rounds.is_settled(group),
+        lambda _, group: bool(group.rounds.unsettled) and rounds.is_settled(group),
         lambda _, group, effects: rounds.settle(group, effects),
         "A round is complete at all shards, and each member that counted has said what it used.",
         "Used data is committed, and the round is written down. It is over if its last results said so.",
     ),
     Rule(
-        lambda _, group: bool(group.queue) and learners.can_admit(group),
+        lambda _, group: bool(group.learners.queue) and learners.can_admit(group),
         lambda registry, group, effects: learners.admit_queued(group, registry.roster.token, effects),
         "There is a seat for an applicant that waits for one.",
         "It is a learner: Admit to all shards.",
     ),
     Rule(
-        lambda _, group: bool(group.unheeded) and not group.unheeded[0].waiting,
+        lambda _, group: group.members.can_tell,
         lambda registry, group, effects: rounds.tell_heeded(group, registry.credit, registry.incarnation, effects),
         "All shards go by the next change of who is there.",
         "Membership to every member, or Welcome to the learner.",
@@ -234,7 +234,7 @@ RULES: Final = (
         "The group pauses: RoundDone is held back.",
     ),
     Rule(
-        lambda _, group: bool(group.proposals) and plans.are_complete(group),
+        lambda _, group: bool(group.plans.proposals) and plans.are_complete(group),
         lambda _, group, effects: plans.agree(group, effects),
         "All members have proposed a plan.",
         "SetPlan to all shards if all are alike; otherwise the minority is told what differs.",
@@ -268,7 +268,7 @@ class Timer(NamedTuple):
 
 TIMERS: Final = (
     Timer(
-        lambda group: group.opens,
+        lambda group: group.applicants.opens,
         lambda _registry, _group, _effects: None,
         "The gathering of a forming group that has MIN applicants is over.",
         "The rule for a forming group applies.",
@@ -287,7 +287,7 @@ TIMERS: Final = (
     ),
     Timer(
         shard_replacement.hire_deadline,
-        lambda registry, group, effects: shard_replacement.hire(group, registry.now, effects),
+        lambda registry, group, effects: group.shards.hire(registry.now, effects),
         "Nobody has come in a lost data shard's place, for another second.",
         "The coordinator starts a data shard, if it can.",
     ),

@@ -40,10 +40,10 @@ def remove(
 
     Rounds that waited only for what it had used end before the membership changes.
     """
-    is_learner = seat in group.learners
-    for table in (group.members, group.proposals, group.away, group.busy):
-        table.pop(seat, None)
-    group.unaware.discard(seat)
+    is_learner = seat in group.learners.by_seat
+    group.members.lose(seat)
+    group.plans.depart(seat)
+    group.sessions.attach(seat)
     leases.departed(group, seat)
     rounds.settle_all(group, effects)
     if is_learner:
@@ -63,20 +63,20 @@ def remove(
 
 def _close(registry: Registry, group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
     """End a group whose last member is gone."""
-    departed = group.seats.departed(seat, politely, f"({reason})").message
+    departed = group.members.seats.departed(seat, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
-    effects.log(f"group {group.name!r}: that was the last worker, after {group.rounds} rounds")
+    effects.log(f"group {group.name!r}: that was the last worker, after {group.rounds.number} rounds")
     registry.end(group, learners.bereft(group), f"{departed}, the last worker", effects)
 
 
 def _break_without(group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
     """Break a group that has too few members and waits for no other worker; tell the others which one was lost."""
-    departed = group.seats.departed(seat, politely, f"({reason})").message
+    departed = group.members.seats.departed(seat, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
     journal.members(group, departed, effects)
-    when = f"after round {group.rounds - 1} " if group.rounds else ""
-    remedy = _OUT_OF_DATA if politely and group.plan is not None else ""
-    error = group.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
+    when = f"after round {group.rounds.number - 1} " if group.rounds.number else ""
+    remedy = _OUT_OF_DATA if politely and group.plans.plan is not None else ""
+    error = group.members.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, effects)
     group.order(Depart(group.name, seat, error, breaks=True), effects)
 
@@ -86,11 +86,9 @@ def _break_without(group: Group, seat: int, reason: str, politely: bool, effects
 
 def _break(group: Group, error: GradServerError, effects: Effects) -> None:
     """Let the group go no further; the first reason stands."""
-    if group.broken is None:
-        group.broken = error
-        if not isinstance(error, WorkerLeftError):
-            journal.halted(group, error, effects)
-            effects.log(f"group {group.name!r} is broken: {error.message}", warning=True)
+    if group.be_broken(error) and not isinstance(error, WorkerLeftError):
+        journal.halted(group, error, effects)
+        effects.log(f"group {group.name!r} is broken: {error.message}", warning=True)
     fail_all(group, error, effects)
     turns.broken(group, effects)
 
@@ -103,7 +101,7 @@ def halt(group: Group, error: GradServerError, effects: Effects) -> None:
     _break(group, error, effects)
     group.order(Halt(group.name, error, False), effects)
     failure = Failure.of(error, Scope.CONNECTION)
-    for seat in group.members.values():
+    for seat in group.members.by_seat.values():
         effects.send(seat.connection, failure)
 
 
@@ -121,7 +119,7 @@ def conflict(group: Group, error: GradServerError, effects: Effects) -> None:
 
 def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:
     """End a group all of whose members are away."""
-    effects.log(f"group {group.name!r} ends after {group.rounds} rounds: all its workers are away, and {reason}")
+    effects.log(f"group {group.name!r} ends after {group.rounds.number} rounds: all its workers are away, and {reason}")
     registry.end(group, learners.bereft(group), f"all its workers were away, and {reason}", effects)
 
 
@@ -129,10 +127,10 @@ def disband(registry: Registry, group: Group, effects: Effects) -> None:
     """End a group that has waited for another worker for too long."""
     least, waited = group.policy.minimum, group.policy.patience(group.timeout)
     error = DeadlineError(
-        f"group {group.name!r} waited {waited:g} s for workers after round {group.rounds - 1}: it has "
-        f"{len(group.members)}, {group.calls(group.members)}, and at least {least} are needed to go on",
-        missing=(f"{least - len(group.members)} more, of any rank",),
-        round=group.rounds,
+        f"group {group.name!r} waited {waited:g} s for workers after round {group.rounds.number - 1}: it has "
+        f"{len(group.members.by_seat)}, {group.calls(group.members.by_seat)}, and at least {least} are needed to go on",
+        missing=(f"{least - len(group.members.by_seat)} more, of any rank",),
+        round=group.rounds.number,
     )
     effects.log(error.message, warning=True)
     registry.end(group, error, "too few workers were left", effects)

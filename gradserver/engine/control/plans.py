@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final
 
 from gradserver.engine.control import journal, learners
-from gradserver.engine.control.group import Group, Proposal
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.plans import Proposal
 from gradserver.engine.control.welcome import tell_agreed
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import SetPlan
@@ -30,23 +30,24 @@ _HOW: Final = {False: "a plan in place of all others", True: "a plan beside thos
 
 def propose(group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
     """Take the plan of a member, or of a learner."""
-    if seat in group.learners:
+    if seat in group.learners.by_seat:
         learners.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
         return
     if group.broken is not None:
         _fail(group, seat, group.broken, effects)
         return
-    if seat in group.proposals:
+    if seat in group.plans.proposals:
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")
-    plan, here = _plan_of(message, data), group.plan
-    if seat in group.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
-        group.unaware.discard(seat)
-        tell_agreed(group.members[seat].connection, here, here.each[-1], group.planned, effects)
+    plan, here = _plan_of(message, data), group.plans.plan
+    if seat in group.plans.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
+        group.plans.tells(seat)
+        tell_agreed(group.members.by_seat[seat].connection, here, here.each[-1], group.plans.planned, effects)
         return
     if message.beside and (here is None or here.hash != message.beside):
         raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
-    group.proposals[seat] = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
+    proposal = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
+    group.plans.propose(seat, proposal)
 
 
 def _plan_of(message: Propose, data: Buffer) -> Plan:
@@ -58,7 +59,9 @@ def _plan_of(message: Propose, data: Buffer) -> Plan:
 
 def are_complete(group: Group) -> bool:
     """Tell whether all members have proposed a plan, and nothing else has to come first."""
-    return 0 < len(group.proposals) == len(group.members) and not (group.unconfirmed or group.recovering)
+    if group.plans.unconfirmed or group.recovery.is_open:
+        return False
+    return 0 < len(group.plans.proposals) == len(group.members.by_seat)
 
 
 def agree(group: Group, effects: Effects) -> None:
@@ -66,17 +69,15 @@ def agree(group: Group, effects: Effects) -> None:
 
     Learners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
     """
-    votes = Counter((proposal.plan.hash, proposal.beside) for proposal in group.proposals.values())
-    leading = max(votes.values())
-    reference = min(rank for rank, p in group.proposals.items() if votes[p.plan.hash, p.beside] == leading)
-    if len(votes) > 1:
+    reference, all_alike = group.plans.reference()
+    if not all_alike:
         _reject_minority(group, reference, effects)
         return
     if group.shards:
         # A round may be over for its members, and not for us yet: what other shards report takes its time.
-        group.rounds = max(group.rounds, *(proposal.round for proposal in group.proposals.values()))
+        group.rounds.skip_to(max(proposal.round for proposal in group.plans.proposals.values()))
     try:
-        plan = _whole(group, group.proposals[reference])
+        plan = _whole(group, group.plans.proposals[reference])
     except (InvalidArgumentError, LimitExceededError) as error:
         fail_all(group, InvalidArgumentError(f"all modules of group {group.name!r} together: {error.message}"), effects)
         return
@@ -87,18 +88,18 @@ def agree(group: Group, effects: Effects) -> None:
         effects.log(error.message, warning=True)
         return
     if group.shards:
-        group.proposed, group.unconfirmed = plan, set(group.shards)
+        group.plans.await_shards(plan, group.shards.connections)
     else:
         _adopt(group, plan, effects)
-    group.order(SetPlan(group.name, plan, group.rounds), effects)
+    group.order(SetPlan(group.name, plan, group.rounds.number), effects)
 
 
 def _whole(group: Group, proposal: Proposal) -> Plan:
     """The plan that all members want: without the sections that are of no use to any of them."""
     if not proposal.beside:
         return proposal.plan
-    dropped = frozenset.intersection(*(one.dropped for one in group.proposals.values()))
-    plan = extend(group.plan, group.planned, proposal.plan, dropped, group.rounds)
+    dropped = frozenset.intersection(*(one.dropped for one in group.plans.proposals.values()))
+    plan = extend(group.plans.plan, group.plans.planned, proposal.plan, dropped, group.rounds.number)
     if len(plan.encoded) > MAX_FRAME_BYTES:
         raise LimitExceededError(f"a plan of {len(plan.encoded)} bytes, the limit is {MAX_FRAME_BYTES}")
     return plan
@@ -107,32 +108,25 @@ def _whole(group: Group, proposal: Proposal) -> Plan:
 def _adopt(group: Group, plan: Plan, effects: Effects) -> None:
     """Rounds are this plan's from now on: tell everybody."""
     journal.planned(group, plan, effects)
-    group.plan, group.planned = plan, group.rounds
-    group.proposals.clear()
-    group.unaware.clear()
-    group.partial.clear()
-    group.table.set_plan(plan)
-    group.busy_shards = group.table.busy(plan)
-    for seat in group.members.values():
-        tell_agreed(seat.connection, plan, plan.each[-1], group.rounds, effects)
+    group.plans.adopt(plan, group.rounds.number)
+    group.shards.set_plan(plan)
+    for seat in group.members.by_seat.values():
+        tell_agreed(seat.connection, plan, plan.each[-1], group.rounds.number, effects)
     effects.log(f"group {group.name!r}: plan of {plan.size}")
     learners.compare_plans(group, effects)
 
 
 def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
     """A shard elsewhere knows the plan. Members may push to it when all do."""
-    plan = group.proposed if group.proposals else None
-    if plan is None or plan.hash != digest or source not in group.unconfirmed:
-        return
-    group.unconfirmed.discard(source)
-    if not group.unconfirmed:
+    plan = group.plans.confirm(source, digest)
+    if plan is not None:
         _adopt(group, plan, effects)
 
 
 def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
     """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
-    most = group.proposals[reference]
-    for rank, proposal in sorted(group.proposals.items()):
+    most = group.plans.proposals[reference]
+    for rank, proposal in sorted(group.plans.proposals.items()):
         difference = first_difference(most.plan, proposal.plan)
         if difference is None and proposal.beside != most.beside:
             difference = _HOW[most.beside], _HOW[proposal.beside]
@@ -144,33 +138,32 @@ def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
             f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
         )
         _fail(group, rank, error, effects)
-        del group.proposals[rank]
+        group.plans.withdraw(rank)
         effects.log(error.message, warning=True)
 
 
 def fail_all(group: Group, error: GradServerError, effects: Effects) -> None:
     """Nothing comes of any proposal."""
-    for rank in group.proposals:
+    for rank in group.plans.proposals:
         _fail(group, rank, error, effects)
-    group.proposals.clear()
-    group.unconfirmed.clear()
+    group.plans.withdraw_all()
 
 
 def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
     """Tell ``rank`` that nothing comes of what it has proposed."""
-    effects.send(group.members[rank].connection, Failure.of(error, Scope.PROPOSAL))
+    effects.send(group.members.by_seat[rank].connection, Failure.of(error, Scope.PROPOSAL))
 
 
 def deadline(group: Group) -> float | None:
     """Return when the patience of the first member ends that has proposed a plan."""
-    if not group.proposals:
+    if not group.plans.proposals:
         return None
-    return min(proposal.since for proposal in group.proposals.values()) + group.round_timeout
+    return min(proposal.since for proposal in group.plans.proposals.values()) + group.round_timeout
 
 
 def overdue(group: Group, effects: Effects) -> None:
     """Tell members that have proposed a plan, and waited too long, which others did not."""
-    missing = [rank for rank in group.members if rank not in group.proposals]
+    missing = [rank for rank in group.members.by_seat if rank not in group.plans.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(
         f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",

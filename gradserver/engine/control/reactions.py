@@ -157,9 +157,9 @@ def resume(event: Event) -> None:
     """Attach the member, and begin a recovery or go on with it."""
     message, registry, group, effects = event.what, event.registry, event.group, event.effects
     assert isinstance(message, Resume)
-    is_later = message.epoch > group.epoch
+    is_later = message.epoch > group.members.epoch
     if is_later:
-        group.account.check_join(group.seats.names[message.seat])
+        group.account.check_join(group.members.seats.names[message.seat])
         registry.skip_to(message.epoch)
     recovery.promote_contributors(registry, group, effects)
     if is_later:
@@ -178,8 +178,8 @@ def leave(event: Event) -> None:
     """Have all shards cut the member off, in a new epoch. Break the group if too few are left and it waits for none."""
     what, group = event.what, event.group
     assert isinstance(what, Lost)
-    if any(applicant.connection == event.source for applicant in group.queue):
-        learners.leave_queue(group, event.source)
+    if any(applicant.connection == event.source for applicant in group.learners.queue):
+        group.learners.leave_queue(event.source)
         return
     seat = event.seat if event.seat >= 0 else group.seat_of(event.source)
     args = event.registry, group, seat, what.reason, event.now, event.effects
@@ -198,8 +198,8 @@ def lose_shard(event: Event) -> None:
     """Have a durable group wait for another process in the shard's place; break any other one."""
     what, group, effects = event.what, event.group, event.effects
     assert isinstance(what, ShardLost)
-    place = shard_replacement.vacate(group, event.source)
-    if not group.secret or group.state is State.BROKEN:
+    place = group.shards.vacate(event.source)
+    if not group.sessions.secret or group.state is State.BROKEN:
         members.halt(group, what.error, effects)
         return
     recovery.promote_contributors(event.registry, group, effects)
@@ -211,7 +211,7 @@ def lose_shard(event: Event) -> None:
 
 def replace_shard(event: Event) -> None:
     """Give it the place of a lost shard."""
-    if event.group.lacking:
+    if event.group.shards.lacking:
         shard_replacement.fill(event.registry, event.group, event.effects)
 
 
@@ -222,12 +222,12 @@ def complete(event: Event) -> None:
     recovery.note_adopted(group, report)
     done = count_round(group, event.source, report) if group.shards else report
     if done is not None:
-        rounds.completed(group, done.record, group.made < done.record.round, done.told, event.effects)
+        rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
 
 
 def heed(event: Event) -> None:
     """Note that a shard goes by the next change of the membership."""
-    rounds.heeded(event.group, event.source)
+    event.group.members.heeded(event.source)
 
 
 def confirm(event: Event) -> None:
@@ -246,9 +246,9 @@ def fall_behind(event: Event) -> None:
     """Have a learner get the state anew; evict a member."""
     report, group = event.what, event.group
     assert isinstance(report, Behind)
-    if report.rank in group.learners and learners.fell_behind(group, report.rank, event.effects):
+    if report.rank in group.learners.by_seat and learners.fell_behind(group, report.rank, event.effects):
         return
-    occupant = group.members.get(report.rank) or group.learners.get(report.rank)
+    occupant = group.members.by_seat.get(report.rank) or group.learners.by_seat.get(report.rank)
     if occupant is not None:
         event.effects.evict(occupant.connection, rounds.behind(group, report.rank, report.round))
 
@@ -257,14 +257,14 @@ def be_absent(event: Event) -> None:
     """Evict a worker that broke the protocol at a shard; keep the place of one whose connection there broke."""
     report, group, effects = event.what, event.group, event.effects
     assert isinstance(report, Absent)
-    occupant = group.members.get(report.rank) or group.learners.get(report.rank)
+    occupant = group.members.by_seat.get(report.rank) or group.learners.by_seat.get(report.rank)
     if occupant is None or occupant.connection < 0:
         return
     broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
-    if not (group.secret and event.source != HERE and broke):
+    if not (group.sessions.secret and event.source != HERE and broke):
         effects.evict(occupant.connection, report.error, ended=report.ended)
         return
-    if group.lacking:
+    if group.shards.lacking:
         return  # it makes all its connections anew, as everybody does
     recovery.promote_contributors(event.registry, group, effects)  # as when its connection to the coordinator breaks
     event.follow()

@@ -21,38 +21,29 @@ from gradserver.protocol.messages.recovery import Resumed
 
 def promote_contributors(registry: Registry, group: Group, effects: Effects) -> None:
     """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
-    learners.promote(group, group.rounds, registry.next_epoch, effects)
+    learners.promote(group, group.rounds.number, registry.next_epoch, effects)
 
 
 def begin(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> None:
     """Have all members that are here say what they hold. ``version`` is the new number of the recovery."""
-    group.recovering, group.version = True, version
-    group.founded = version  # what shards have reported so far, and what we have heard of it, is void
-    group.paused = group.held = None  # if a round is complete, data says so once more
-    group.made = -1
-    for void in (group.partial, group.caught_up, group.standing, group.unconfirmed):
-        void.clear()
-    for order in group.unheeded:
-        order.waiting.clear()  # members hear of it now, and push only when shards have come to this
-    here = [seat for seat in group.members if seat not in group.away]
+    group.recovery.begin(version)
+    group.members.void_before(version)  # what shards have reported so far, and what we have heard of it, is void
+    group.rounds.void()
+    group.shards.void()
+    group.plans.void_confirmations()
+    here = [seat for seat in group.members.by_seat if seat not in group.sessions.away]
     if here:
-        await_others(group, now)
-    resumed = Resumed(registry.incarnation, version, group.urls)
+        group.sessions.hurry(now + group.policy.missing)
+    resumed = Resumed(registry.incarnation, version, group.shards.urls)
     for seat in here:
-        effects.send(group.members[seat].connection, resumed)
-    own = group.latest + 1 if group.uncertain else group.own
-    group.order(Recover(group.name, version, group.due, group.latest, own), effects)
-
-
-def await_others(group: Group, now: float) -> None:
-    """Give members that are away `missing` seconds from now on at most, as another one is here and waits for them."""
-    until = now + group.policy.missing
-    group.away = {other: min(at, until) for other, at in group.away.items()}
+        effects.send(group.members.by_seat[seat].connection, resumed)
+    own = group.latest + 1 if group.recovery.is_uncertain else group.recovery.own
+    group.order(Recover(group.name, version, group.rounds.due, group.latest, own), effects)
 
 
 def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects) -> None:
     """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
-    if group.lacking or not group.recovering or not group.shards or group.broken is not None:
+    if group.shards.lacking or not group.recovery.is_open or not group.shards or group.broken is not None:
         return
     begin(registry, group, registry.next_epoch(), now, effects)
 
@@ -60,25 +51,23 @@ def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects)
 def note_adopted(group: Group, report: RoundCompleted) -> None:
     """Note whether a shard has made a round anew, or adopted all its results from members."""
     if not report.adopted:
-        group.made = max(group.made, report.record.round)
+        group.recovery.note_made(report.record.round)
 
 
 def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
     """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
-    if group.lacking:
+    if group.shards.lacking:
         return  # a shard was lost meanwhile, and with it this recovery: the next one begins when there is another
     _check(group, report)
-    group.caught_up.add(source)
-    if len(group.caught_up) <= len(group.shards):
+    if group.recovery.note_caught_up(source) <= len(group.shards.connections):
         return
     number = report.round - 1
-    epoch = group.told[1] if group.told[0] == number else group.epoch
-    group.rounds = report.round
-    here = [seat for seat in report.seats if seat in group.members]
+    epoch = group.rounds.told[1] if group.rounds.told[0] == number else group.members.epoch
+    group.rounds.begin(report.round)
+    here = [seat for seat in report.seats if seat in group.members.by_seat]
     for seat in here:
-        effects.send(group.members[seat].connection, RoundDone(number, epoch))
-    group.late = {number: seats for number, seats in group.late.items() if number <= report.round}
-    if late := group.late.get(report.round, set()).intersection(group.members):
+        effects.send(group.members.by_seat[seat].connection, RoundDone(number, epoch))
+    if late := group.rounds.recall_late(report.round).intersection(group.members.by_seat):
         group.order(CutRound(group.name, report.round, tuple(sorted(late))), effects)
     group.order(Proceed(group.name), effects)
 
@@ -88,28 +77,26 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
 
     The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
     """
-    if group.lacking:
+    if group.shards.lacking:
         return  # as above
-    if not group.standing:
+    if not group.recovery.standing:
         _check(group, report)
-        group.rounds = report.round
-    group.standing.add(source)
-    if len(group.standing) <= len(group.shards):
+        group.rounds.begin(report.round)
+    if group.recovery.note_standing(source) <= len(group.shards.connections):
         return
-    if group.uncertain:
-        group.own = group.rounds + 1
-    group.recovering = group.uncertain = False
-    if group.owed_nothing:
-        group.owed_nothing = False
+    group.recovery.end(group.rounds.number)
+    if group.recovery.note_loss():
         journal.reset(group, effects)
         what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
         effects.log(f"group {group.name!r}: {what}", warning=True)
-    effects.log(f"group {group.name!r}: {len(group.members)} workers go on with round {group.rounds}")
+    effects.log(f"group {group.name!r}: {len(group.members.by_seat)} workers go on with round {group.rounds.number}")
 
 
 def _check(group: Group, report: CaughtUp | Recovered) -> None:
     """A data shard elsewhere cannot have found a round that no member may speak of."""
     what = type(report).__name__
     group.check_round(report.round, what)
-    if report.round < group.rounds - 1 and group.policy.lateness is None:  # late members can be left alone
-        raise UnexpectedMessageError(f"a {what} of round {report.round} in group {group.name!r}, in {group.rounds}")
+    if report.round < group.rounds.number - 1 and group.policy.lateness is None:  # late members can be left alone
+        raise UnexpectedMessageError(
+            f"a {what} of round {report.round} in group {group.name!r}, in {group.rounds.number}"
+        )

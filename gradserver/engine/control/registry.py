@@ -134,18 +134,18 @@ class Registry:
         policy = group.policy
         return OpenGroup(
             group.name,
-            group.founded,
+            group.members.founded,
             seats,
             self.credit,
             group.round_timeout,
-            rates=group.table.rates,
+            rates=group.shards.table.rates,
             shard=shard,
             tokens=tokens,
             needs_all=policy.needs_all,
             digests=self._digests,
             backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
             lateness=policy.lateness,
-            durable=bool(group.secret),
+            durable=bool(group.sessions.secret),
             nonfinite=group.nonfinite,
             steady=is_steady(group),
         )
@@ -156,10 +156,14 @@ class Registry:
             del self.places[connection]
             effects.dismiss(connection, error)
             effects.log(f"connection {connection} refused: {error.message}", warning=True)
-        del self.groups[group.name]
-        group.ended = True
+        self.forget(group)
         journal.closed(group, reason, effects)
         group.order(CloseGroup(group.name), effects)
+
+    def forget(self, group: Group) -> None:
+        """Free the name of a group."""
+        del self.groups[group.name]
+        group.end()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@ They are durable ones, and all their members are away (`gradserver.engine.contro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from gradserver.engine.control import journal
@@ -31,7 +31,6 @@ from gradserver.engine.records import (
     Spent,
     Stragglers,
 )
-from gradserver.engine.seats import Seats
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.shards import Table
@@ -45,11 +44,10 @@ def restore(registry: Registry, records: Sequence[Kind], kept: Collection[str], 
     registry.restored(max((record.epoch for record in records if isinstance(record, Epoch)), default=0))
     for group in _groups(registry, records, now, effects):
         registry.groups[group.name] = group
-        group.account = registry.quotas.account(group.name)
-        group.state = group.present_state()
-        group.owed_nothing = group.name not in kept and group.is_lossy
-        for order in reopen(registry, group):
-            effects.order(order)
+        group.note_state()
+        if group.name not in kept and group.plans.is_lossy:
+            group.recovery.lose_residuals()
+        reopen(registry, group, effects.order)
 
 
 def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Effects) -> Iterable[Group]:
@@ -65,13 +63,12 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
             what = f"--workers is {registry.told(name)} now, which is not what it began with"
             effects.log(f"group {name!r} ends: {what}", warning=True)
             continue
-        group = _group(name, found, policy, now)
-        group.round_timeout = registry.round_timeout or group.timeout
+        group = _group(registry, name, found, policy, now)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
-        names = ", ".join(group.seats.present_names())
+        names = ", ".join(group.members.seats.present_names())
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
-        effects.log(f"group {name!r}: {what}; it was in round {group.rounds}, epoch {group.epoch}")
+        effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")
         yield group
 
 
@@ -94,43 +91,43 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
 
 def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
     """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
-    new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members}
-    group.first_rounds = {
-        seat: entered.round for seat, name in entered.members if seat in new or group.members[seat].name == name
-    }
+    new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members.by_seat}
+    early = [seat for seat, name in entered.members if seat in new or group.members.by_seat[seat].name == name]
+    group.members.entered_in(entered.round, early)
     if not new:
         return
     for seat, occupant in new.items():
-        group.seats.admit(seat, occupant.name)
-    group.world = len(group.seats.names)
-    what = group.seat_in(new, entered.round, registry.next_epoch())
-    group.founded = group.epoch
-    group.away = dict.fromkeys(group.members, max(group.away.values(), default=now))
+        group.members.admit(seat, occupant.name)
+    what = group.members.promote(new, entered.round, registry.next_epoch())
+    group.members.void_before(group.members.epoch)
+    group.sessions.detach_all(group.members.by_seat, max(group.sessions.away.values(), default=now))
     journal.members(group, what, effects)
-    group.news.append(group.membership(what, False))
+    group.members.recall(group.members.membership(what, False, group.early))
 
 
-def reopen(registry: Registry, group: Group, shard: int = 0) -> Iterable[RemoteOrder]:
-    """What a data half has to know of a group that was restored, or that it is new to."""
+def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
+    """Order what a data half has to know of a group that was restored, or that it is new to."""
     new = group.early
-    seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.seats.names))
+    seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.members.seats.names))
     tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
-    yield registry.opening(group, seats, tokens, shard)
-    for seat, name in enumerate(group.seats.names):
-        if name and seat not in group.members:
-            yield Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.epoch)
-    if shard and group.epoch != group.founded:  # it opens the group with the generation for an epoch
-        yield Reseat(group.name, group.epoch, group.seats.present)
-    if group.plan is not None:
-        yield SetPlan(group.name, group.plan, group.planned)
+    order(registry.opening(group, seats, tokens, shard))
+    for seat, name in enumerate(group.members.seats.names):
+        if name and seat not in group.members.by_seat:
+            order(Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.members.epoch))
+    if shard and group.members.epoch != group.members.founded:  # it opens the group with the generation for an epoch
+        order(Reseat(group.name, group.members.epoch, group.members.seats.present))
+    if group.plans.plan is not None:
+        order(SetPlan(group.name, group.plans.plan, group.plans.planned))
     for seat in new:
-        yield Admit(group.name, seat, Seat(-1, group.seats.names[seat]), token_of(group, seat) if shard else "")
+        order(
+            Admit(group.name, seat, Seat(-1, group.members.seats.names[seat]), token_of(group, seat) if shard else "")
+        )
     if new:  # collectives that the others have called before do not wait for them
-        yield Expect(group.name, new, group.rounds, False)
-        yield Reseat(group.name, group.epoch, group.seats.present)
+        order(Expect(group.name, new, group.rounds.number, False))
+        order(Reseat(group.name, group.members.epoch, group.members.seats.present))
 
 
-def _group(name: str, found: GroupState, policy: Policy, now: float) -> Group:
+def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now: float) -> Group:
     """Make the group as it was, with everybody away."""
     epochs = [dated.record for dated in found.epochs.values() if isinstance(dated.record, Epoch)]
     founded, durable, latest = found.latest(Founded), found.latest(Durable), epochs[-1]
@@ -138,58 +135,54 @@ def _group(name: str, found: GroupState, policy: Policy, now: float) -> Group:
     assert durable is not None
     handling = found.latest(Handling)
     names = {seat: name for epoch in epochs for seat, name in epoch.members}
-    world = max(names) + 1
-    group = Group(name, world, policy, OnNonFinite.HALT if handling is None else handling.nonfinite)
-    group.seats = Seats(names.get(seat, "") for seat in range(world))  # some were nobody's yet
-    group.table, group.founders = Table(len(latest.members), durable.rates), world
-    further = max(len(durable.rates) - 1, 0)
-    group.shards, group.urls, group.lacking = (-1,) * further, ("",) * further, set(range(further))
-    group.recovering = bool(further)
-    group.restored = group.uncertain = True
-    group.members = {seat: Seat(-1, name) for seat, name in latest.members}
-    for seat in names:
-        if seat not in group.members:
-            group.seats.depart(seat)
-    group.away = dict.fromkeys(group.members, now + policy.reconnect)
-    group.epoch = group.founded = latest.epoch
-    group.timeout, group.secret, group.told = founded.timeout, durable.secret, found.told
-    group.positions = found.positions
-    group.rounds = group.told[0] + 1
-    if (plan := found.latest(Plan)) is not None:
-        group.plan, group.planned = plan.plan, plan.round
-        group.rounds = max(group.rounds, group.planned)
-        group.table.set_plan(group.plan)
-        group.busy_shards = group.table.busy(group.plan)
-    _close_again(group, found)
+    nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
+    group = Group(name, policy, registry.quotas.account(name), nonfinite)
+    group.members.restore(names, dict(latest.members), latest.epoch)
+    group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))
+    group.recovery.restore(lacks_shards=bool(group.shards))
+    group.sessions.open(durable.secret)
+    group.sessions.detach_all(group.members.by_seat, now + policy.reconnect)
+    group.set_timeouts(founded.timeout, registry.round_timeout)
+    group.leases.restore(found.positions)
+    _restore_rounds(group, found)
     _tell_again(group, found, epochs)
+    _close_again(group, found)
     return group
+
+
+def _restore_rounds(group: Group, found: GroupState) -> None:
+    """Go on with the plan and the rounds that are written down."""
+    plan, done = found.latest(Plan), found.latest(Round)
+    if plan is not None:
+        group.plans.restore(plan.plan, plan.round)
+        group.shards.set_plan(plan.plan)
+    group.rounds.restore(found.told, group.plans.planned, None if done is None else done.record)
+
+
+def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> None:
+    """Note what members may not have heard of: memberships, and why the group is broken."""
+    entered = _entered(group, found)
+    for epoch in epochs:
+        seats, present = zip(*sorted(epoch.members), strict=True)
+        news = Membership(epoch.epoch, seats, present, epoch.reason, True, *_early(epoch, entered))
+        group.members.recall(news)
+    if (halt := found.latest(Halt)) is not None:
+        group.be_broken(ERRORS.get(halt.error, GradServerError)(halt.reason))
 
 
 def _close_again(group: Group, found: GroupState) -> None:
     """Note which rounds were closed for late members: that holds, and is told again when the group has recovered."""
     for cut in (dated.record for dated in found.cuts):
         if isinstance(cut, Cut):
-            group.late.setdefault(cut.round, set()).update(cut.seats)
+            group.rounds.close_without(cut.round, cut.seats)
             for seat in cut.seats:
-                group.positions.not_counted(seat, cut.round, group.late_are == "keep")
-
-
-def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> None:
-    """Note what members may not have heard of: memberships, the last round, and why the group is broken."""
-    entered = _entered(group, found)
-    for epoch in epochs:
-        seats, present = zip(*sorted(epoch.members), strict=True)
-        group.news.append(Membership(epoch.epoch, seats, present, epoch.reason, True, *_early(epoch, entered)))
-    if (done := found.latest(Round)) is not None:
-        group.ledger.append(done.record.without_digests())
-    if (halt := found.latest(Halt)) is not None:
-        group.broken = ERRORS.get(halt.error, GradServerError)(halt.reason)
+                group.leases.positions.not_counted(seat, cut.round, group.late_are == "keep")
 
 
 def _entered(group: Group, found: GroupState) -> Entered | None:
     """Give the record of those that contribute to the open round as their first one."""
     entered = found.latest(Entered)
-    return None if entered is None or entered.round < group.rounds else entered  # else that round is over
+    return None if entered is None or entered.round < group.rounds.number else entered  # else that round is over
 
 
 def _early(epoch: Epoch, entered: Entered | None) -> tuple[tuple[int, ...], int]:

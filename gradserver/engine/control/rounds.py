@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from gradserver.engine.control import journal, learners, leases, turns
-from gradserver.engine.control.group import MAX_REASON, Group, announce
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.effects import Effects
-from gradserver.engine.journal_state import MAX_CUTS
 from gradserver.engine.orders import CutRound, Depart, Steady
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late
@@ -26,12 +26,11 @@ def depart(
     group: Group, seat: int, reason: str, politely: bool, ended: bool, epoch: Callable[[], int], effects: Effects
 ) -> None:
     """Go on without ``seat``, in a new epoch. ``ended``: its process has."""
-    error = group.seats.departed(seat, politely, f"in round {group.rounds} ({reason[:MAX_REASON]})")
-    group.seats.depart(seat)
-    group.epoch = epoch()
-    announce(group, f"{error.message}; {_rest(group)}", not politely, effects)
+    error = group.members.seats.departed(seat, politely, f"in round {group.rounds.number} ({reason[:MAX_REASON]})")
+    group.members.depart(seat, epoch())
+    news = group.news(f"{error.message}; {_rest(group)}", not politely, effects)
     journal.members(group, error.message, effects)
-    group.order(Depart(group.name, seat, error, group.epoch, ended), effects)
+    group.change(Depart(group.name, seat, error, group.members.epoch, ended), effects, news)
     learners.lost_donor(group, seat, effects)
 
 
@@ -43,34 +42,34 @@ def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effe
     if adopted and _is_written(group, record):
         _hold(group, record, True, effects)
         return
-    group.unsettled.append((record, told))
+    group.rounds.complete(record, told)
 
 
 def is_settled(group: Group) -> bool:
     """Tell whether, of the first round that is complete, each member that counted has said what it used."""
-    record, _ = group.unsettled[0]
+    record, _ = group.rounds.unsettled[0]
     counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
-    return not group.positions.awaits(record.round, counted)
+    return not group.leases.positions.awaits(record.round, counted)
 
 
 def settle(group: Group, effects: Effects) -> None:
     """Commit what was used in the first round that `is_settled`, and write it down."""
-    _over(group, *group.unsettled.popleft(), effects)
+    _over(group, *group.rounds.next_settled(), effects)
 
 
 def settle_all(group: Group, effects: Effects) -> None:
     """Settle all rounds that can be, in their order."""
-    while group.unsettled and is_settled(group):
+    while group.rounds.unsettled and is_settled(group):
         settle(group, effects)
 
 
 def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> None:
     weights = dict(enumerate(record.weights))
-    used_up = group.positions.commit(record.round, group.contributors, weights, _partly(group, record))
-    again = group.told[0] >= record.round
+    used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record))
+    again = group.rounds.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
     if told:
-        group.late.pop(record.round - MAX_CUTS, None)  # later ones may have to be closed again
+        group.rounds.end(record.round)
         _begin_next(group, record, effects)
     else:
         _hold(group, record, again, effects)
@@ -78,19 +77,19 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
 
 def _hold(group: Group, record: RoundRecord, again: bool, effects: Effects) -> None:
     """The round is complete, and is over for members when all shards know which of them take part in the next one."""
-    group.held, group.held_again = record, again
+    group.rounds.hold(record, again)
     _begin_next(group, record, effects)
 
 
 def _begin_next(group: Group, record: RoundRecord, effects: Effects) -> None:
-    group.rounds = record.round + 1
+    group.rounds.begin(record.round + 1)
     turns.over(group)
     leases.answer_what_waited(group, effects)
 
 
 def _is_written(group: Group, record: RoundRecord) -> bool:
     """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
-    last = group.ledger[-1] if group.ledger else None
+    last = group.rounds.ledger[-1] if group.rounds.ledger else None
     if last is None or last.round != record.round:
         return False
     weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
@@ -100,24 +99,16 @@ def _is_written(group: Group, record: RoundRecord) -> bool:
 
 def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
     """Who gave some slices of the round only: of which buckets how many."""
-    if not record.cut or group.plan is None:
+    if not record.cut or group.plans.plan is None:
         return {}
     given: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for seat, part, slices in record.cut:
         given[seat].add((part, slices))
-    section = group.plan.section(record.section)
+    section = group.plans.plan.section(record.section)
     keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
-    shares = (group.table.share(key, group.plan.buckets[key.part].operation) for key in keys)
+    shares = (group.shards.table.share(key, group.plans.plan.buckets[key.part].operation) for key in keys)
     whole = sum(share.layout.count for share in shares)
     return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}
-
-
-def heeded(group: Group, shard: int) -> None:
-    """A shard elsewhere goes by the first order of those that it had not heeded yet."""
-    for order in group.unheeded:
-        if shard in order.waiting:
-            order.waiting.discard(shard)
-            return
 
 
 def tell_heeded(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
@@ -125,9 +116,9 @@ def tell_heeded(group: Group, credit: int, incarnation: int, effects: Effects) -
 
     A member that goes by an epoch may thus say so to any shard.
     """
-    change = group.unheeded.popleft()
+    change = group.members.next_change()
     if (news := change.news) is not None:  # a member that has joined since then was not in that membership
-        for seat, member in group.members.items():
+        for seat, member in group.members.by_seat.items():
             if seat in news.seats:
                 effects.send(member.connection, news)
     learners.welcome(group, change.seat, credit, incarnation, effects)
@@ -135,7 +126,7 @@ def tell_heeded(group: Group, credit: int, incarnation: int, effects: Effects) -
 
 def is_at_boundary(group: Group) -> bool:
     """Tell whether a round is complete, and all shards know who is there."""
-    return group.held is not None and not group.unheeded
+    return group.rounds.held is not None and not group.members.changes
 
 
 def is_steady(group: Group) -> bool:
@@ -143,7 +134,7 @@ def is_steady(group: Group) -> bool:
 
     With several data shards it ends with the last results of each. All members get the same results, so they agree.
     """
-    return not (group.secret or group.learners)
+    return not (group.sessions.secret or group.learners.by_seat)
 
 
 def can_expect(group: Group, now: float) -> bool:
@@ -152,21 +143,21 @@ def can_expect(group: Group, now: float) -> bool:
     Not if a member may have begun that round without them: it heard that the round is over, before results were lost
     and the round was done again.
     """
-    if group.held_again and not group.lacks_workers:
+    if group.rounds.held_again and not group.lacks_workers:
         return False
     return bool(learners.caught_up(group) or learners.donations(group, now))
 
 
 def expect(group: Group, now: float, effects: Effects) -> None:
     """Have learners take part in the next round, or get the state in it."""
-    assert group.held is not None
-    learners.expect(group, group.held, now, effects)
+    assert group.rounds.held is not None
+    learners.expect(group, group.rounds.held, now, effects)
 
 
 def pause(group: Group, effects: Effects) -> None:
     """Hold the end of a round back, as too few workers are left for the next one."""
-    assert group.held is not None
-    group.paused = group.held.completed
+    assert group.rounds.held is not None
+    group.rounds.pause(group.rounds.held.completed)
     effects.log(
         f"waiting for workers: group {group.name!r} has {group.next_count}, at least {group.policy.minimum} "
         f"are needed to go on; it waits {group.policy.patience(group.timeout):g} s",
@@ -176,20 +167,18 @@ def pause(group: Group, effects: Effects) -> None:
 
 def end_round(group: Group, now: float, effects: Effects) -> None:
     """Tell all members that a round is over, with the membership of the next one."""
-    record = group.held
+    record = group.rounds.held
     assert record is not None
-    group.late.pop(record.round - MAX_CUTS, None)  # later ones may have to be closed again
-    group.held = group.paused = None
+    group.rounds.end(record.round)
     journal.boundary(group, record.round, effects)
-    while group.news and group.news[0].epoch < group.epoch:
-        group.news.popleft()
+    group.members.forget_news()
     learners.enter(group, record.round + 1, effects)
-    done = RoundDone(record.round, group.epoch, learners.transfers(group, record.round + 1))
+    done = RoundDone(record.round, group.members.epoch, learners.transfers(group, record.round + 1))
     learners.deliver(group, done.transfers, now, effects)
-    for member in group.members.values():
+    for member in group.members.by_seat.values():
         effects.send(member.connection, done)
     for joiner in learners.waiting(group):
-        joiner.since = record.completed
+        joiner.hear_boundary(record.completed)
         effects.send(joiner.connection, done)
     if is_steady(group):
         group.order(Steady(group.name), effects)
@@ -199,20 +188,20 @@ def close_round(group: Group, late: Late, effects: Effects) -> None:
     """Close a round without members that are late, as many as the policy lets go."""
     there = {*group.contributors}
     who = [seat for seat in late.seats if seat in there]
-    if late.round != group.rounds or not who or learners.awaits_state(group, late.seats):
+    if late.round != group.rounds.number or not who or learners.awaits_state(group, late.seats):
         return
     lateness = group.policy.lateness
     if lateness is None:
         text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
         effects.log(text, warning=True)
         return
-    gone = group.late.setdefault(late.round, set())
+    gone = group.rounds.late.get(late.round, set())
     count = group.next_count
     spared = count - lateness.needed(count) - len(gone & there)
     who = [seat for seat in who if seat not in gone][: max(spared, 0)]
     if not who:
         return
-    gone.update(who)
+    group.rounds.close_without(late.round, who)
     text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
     journal.cut(group, late.round, who, text, effects)
     if late.tell:
@@ -226,12 +215,12 @@ def behind(group: Group, seat: int, number: int) -> LeftOutError:
     """What to tell a member that has left too much unread."""
     size = group.policy.backlog / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
-    return group.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
+    return group.members.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
 
 
 def _rest(group: Group) -> str:
     """Say how many members continue, or are left if these are too few."""
-    count = len(group.members)
+    count = len(group.members.by_seat)
     if group.lacks_workers:
         return "1 worker is left" if count == 1 else f"{count} workers are left"
     return "1 worker goes on" if count == 1 else f"{count} workers go on"

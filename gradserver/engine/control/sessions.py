@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import hmac
 
-from gradserver.engine.control import journal, learners, members, recovery, shard_replacement, turns
-from gradserver.engine.control.group import Group, announce, left_out
+from gradserver.engine.control import journal, learners, members, recovery, turns
+from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
 from gradserver.engine.orders import Attach, Detach, Reseat
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
@@ -42,26 +41,26 @@ _LOOK_SECONDS = 0.25
 
 def may_return(group: Group, seat: int) -> bool:
     """Tell whether the occupant of ``seat`` can come back when its connection has broken."""
-    return bool(group.members and group.secret) and group.broken is None and group.is_inside(seat)
+    return bool(group.members.by_seat and group.sessions.secret) and group.broken is None and group.is_inside(seat)
 
 
 def detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
     """Keep the place of a member whose connection broke."""
-    del registry.places[group.members[seat].connection]
+    del registry.places[group.members.by_seat[seat].connection]
     policy = group.policy
-    group.members[seat] = Seat(-1, group.members[seat].name)
-    all_break = group.shards and group.recovering  # a shard was lost: everybody makes new connections
-    group.away[seat] = now + (policy.missing if all_break else policy.dead_after / 2)
+    group.members.connect(seat, -1)
+    all_break = group.shards.connections and group.recovery.is_open  # a shard was lost: everybody makes new connections
+    group.sessions.detach(seat, now + (policy.missing if all_break else policy.dead_after / 2))
     effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
     if group.is_deserted:
-        group.away = dict.fromkeys(group.members, now + policy.reconnect)
+        group.sessions.detach_all(group.members.by_seat, now + policy.reconnect)
         effects.log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
     group.order(Detach(group.name, seat), effects)
 
 
 def deadline(group: Group) -> float | None:
     """Return when the first member that is away should be back."""
-    return min(group.away.values(), default=None) if group.away else None
+    return min(group.sessions.away.values(), default=None) if group.sessions.away else None
 
 
 def overdue(registry: Registry, group: Group, effects: Effects) -> None:
@@ -78,17 +77,16 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
     so by its beacon.
     """
     late: list[int] = []
-    for seat in [seat for seat, until in group.away.items() if until <= now]:
-        since = group.busy.get(seat, now)
+    for seat in group.sessions.overdue(now):
+        since = group.sessions.busy.get(seat, now)
         if since + group.round_timeout <= now or not registry.runs(beacon_id(token_of(group, seat))):
             late.append(seat)
             continue
-        if seat not in group.busy:
-            group.busy[seat] = since
+        until = min(now + _LOOK_SECONDS, since + group.round_timeout)
+        if group.sessions.wait_for_busy(seat, since, until):
             who, most = group.call(seat), f"{group.round_timeout:g} s at most"
             what = f"{who} is not back, and its process runs: it is waited for, {most}"
             effects.log(f"group {group.name!r}: {what}", warning=True)
-        group.away[seat] = min(now + _LOOK_SECONDS, since + group.round_timeout)
     return late
 
 
@@ -103,10 +101,14 @@ def check(group: Group | None, message: Resume) -> Group:
         LeftOutError: the others have gone on without it.
         UnexpectedMessageError: it names an epoch that cannot have begun.
     """
-    name = group.seats.names[message.seat] if group is not None and message.seat < len(group.seats.names) else ""
-    if group is None or not group.secret:
+    name = (
+        group.members.seats.names[message.seat]
+        if group is not None and message.seat < len(group.members.seats.names)
+        else ""
+    )
+    if group is None or not group.sessions.secret:
         if group is not None and name and group.broken is None:
-            raise left_out(group, message.seat, "its connection broke, and without --state-dir no place is kept")
+            raise group.left_out(message.seat, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
     if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
@@ -115,16 +117,16 @@ def check(group: Group | None, message: Resume) -> Group:
         )
     if group.broken is not None:
         raise group.broken.again()
-    if message.epoch > group.epoch and not group.restored:
+    if message.epoch > group.members.epoch and not group.recovery.is_restored:
         raise UnexpectedMessageError(
-            f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.epoch}"
+            f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.members.epoch}"
         )
     if not group.is_inside(message.seat):
-        rank = group.seats.rank(message.seat) if name else -1
+        rank = group.members.seats.rank(message.seat) if name else -1
         who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"
         raise LeftOutError(
             f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
-            f"{group.rounds}. It has to join again",
+            f"{group.rounds.number}. It has to join again",
             worker=name,
             rank=rank,
         )
@@ -133,19 +135,20 @@ def check(group: Group | None, message: Resume) -> Group:
 
 def catch_up(registry: Registry, group: Group, effects: Effects) -> None:
     """Begin an epoch behind one that members know of and that was never written down, as when the disk was full."""
-    group.epoch = registry.next_epoch()
-    what = f"{len(group.members)} workers go on, as the coordinator that was lost had not written down who was there"
-    announce(group, what, True, effects)
+    group.members.begin_epoch(registry.next_epoch())
+    count = len(group.members.by_seat)
+    what = f"{count} workers go on, as the coordinator that was lost had not written down which were there"
+    news = group.news(what, True, effects)
     journal.members(group, what, effects)
-    group.order(Reseat(group.name, group.epoch, group.seats.present), effects)
+    group.change(Reseat(group.name, group.members.epoch, group.members.seats.present), effects, news)
 
 
 def resume(registry: Registry, group: Group, message: Resume, connection: int, now: float, effects: Effects) -> None:
     """Attach a member that is back, on another connection, and begin a recovery if one has to."""
-    registry.places.pop(group.members[message.seat].connection, None)
+    registry.places.pop(group.members.by_seat[message.seat].connection, None)
     registry.places[connection] = group.name
-    shard_replacement.missed(group, now)
-    if not group.recovering:  # no result comes any more of what they wait for
+    group.shards.miss(now)
+    if not group.recovery.is_open:  # no result comes any more of what they wait for
         learners.disturb(group, effects)
     _attach(registry, group, message, connection, registry.next_epoch(), now, effects)
 
@@ -164,29 +167,28 @@ def _attach(
     In a group with shards elsewhere there always is: so it is of the same members and connections at all of them.
     """
     seat = message.seat
-    before = group.members[seat].connection
+    before = group.members.by_seat[seat].connection
     if before >= 0:
         effects.close(before)
         group.order(Detach(group.name, seat), effects)
-    group.members[seat] = Seat(connection, group.members[seat].name)
-    group.away.pop(seat, None)
-    group.busy.pop(seat, None)
-    group.proposals.pop(seat, None)
+    group.members.connect(seat, connection)
+    group.sessions.attach(seat)
+    group.plans.withdraw(seat)
     turns.departed(group, seat, effects)
     effects.order(Attach(group.name, seat, connection))
-    if not group.lacking and (group.shards or not group.recovering):
+    if not group.shards.lacking and (group.shards.connections or not group.recovery.is_open):
         recovery.begin(registry, group, version, now, effects)
-    elif not group.lacking:
-        recovery.await_others(group, now)  # all of them may have been away since the recovery began
-        effects.send(connection, Resumed(registry.incarnation, group.version, group.urls))
-    known = [news for news in group.news if seat in news.seats]  # of those before it had entered it never heard
+    elif not group.shards.lacking:
+        group.sessions.hurry(now + group.policy.missing)  # all of them may have been away since the recovery began
+        effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
+    known = [news for news in group.members.news if seat in news.seats]  # of those before it had entered it never heard
     for news in known:
         if news.epoch > message.epoch:
             effects.send(connection, news)
     if message.serves:
-        group.donors[seat] += 0
-    group.unaware.discard(seat)
-    if group.plan is not None and group.plan.hash != message.plan:
-        group.unaware.add(seat)
-    here = len(group.members) - len(group.away)
-    effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members)} workers are here")
+        group.learners.add_donor(seat)
+    group.plans.note_known(seat, message.plan)
+    here = len(group.members.by_seat) - len(group.sessions.away)
+    effects.log(
+        f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members.by_seat)} workers are here"
+    )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from gradserver.engine.control.access import OPEN, Access
-from gradserver.engine.control.group import Group, check_name
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.names import check_name
 from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
 from gradserver.engine.records import RoundRecord
@@ -24,9 +25,6 @@ from gradserver.protocol.limits import MAX_SHARDS, MAX_URL
 from gradserver.protocol.messages import Enlist, Enlisted
 from gradserver.protocol.shards import Table, comparable
 from gradserver.protocol.url import parse_url
-
-_MAX_PARTIAL = 256
-"""Rounds that some shards have reported and others not yet; the reports of one shard may be that late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +79,12 @@ class Roster:
         """``group`` is to use all shards there are."""
         if self.shards and self._entropy is not None:
             stated = [self._rate, *(shard.rate for shard in self.shards.values())]
-            group.shards = tuple(self.shards)
-            group.urls = tuple(shard.url for shard in self.shards.values())
-            group.table = Table(len(group.members), comparable(stated))
-            group.tokens = tuple(
-                token_of(group, seat) if group.secret else self._entropy() for seat in range(group.world)
-            )
+            urls = [shard.url for shard in self.shards.values()]
+            table = Table(len(group.members.by_seat), comparable(stated))
+            group.shards.set_up(table, tuple(self.shards), urls)
+            durable, entropy = group.is_durable, self._entropy
+            seats = range(group.members.world)
+            group.shards.set_tokens([token_of(group, seat) if durable else entropy() for seat in seats])
 
     @property
     def enlisted(self) -> int:
@@ -112,10 +110,12 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
     """Note that shard ``source`` is done with a round; give the report of all of it, if all busy shards are done."""
     record = report.record
     group.check_round(record.round, "report")
-    section = None if group.plan is None else group.plan.section(record.section)
+    section = None if group.plans.plan is None else group.plans.plan.section(record.section)
     buckets = 0 if section is None else section.size
-    world = max(group.world, len(record.weights) if group.secret else 0)  # some may be known to members only
-    if len(record.weights) >= group.founders:
+    world = max(
+        group.members.world, len(record.weights) if group.sessions.secret else 0
+    )  # some may be known to members only
+    if len(record.weights) >= group.members.founders:
         record = _widened(record, world)  # somebody has got a seat since
     fits = (
         section is not None
@@ -125,13 +125,9 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
     spoken_of = {record.last, *(seat for seat, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
     if not fits or not all(0 <= seat < world for seat in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
-    reported = group.partial.setdefault(record.round, {})
-    reported[source] = replace(report, record=record)
-    if len(reported) < group.busy_shards[record.section]:
-        while len(group.partial) > _MAX_PARTIAL:
-            del group.partial[min(group.partial)]
+    reported = group.shards.report(source, replace(report, record=record))
+    if reported is None:
         return None
-    del group.partial[record.round]
     world = max(len(one.record.weights) for one in reported.values())
     records = {shard: _widened(one.record, world) for shard, one in reported.items()}
     merged = _merged(group, _whole(list(records.values()), world), records)
@@ -162,18 +158,18 @@ def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -
     for seat in {seat for seat, _ in cut} | only_here:
         for source, record in reported.items():
             if record.weights[seat] and not any(seat == other for other, _, _ in record.cut):
-                shard = group.shards.index(source) + 1 if source in group.shards else 0
+                shard = group.shards.connections.index(source) + 1 if source in group.shards.connections else 0
                 cut.update({(seat, part): slices for part, slices in _slices_of(group, shard, done.section)})
     return replace(done, weights=weights, cut=tuple((*which, slices) for which, slices in sorted(cut.items())))
 
 
 def _slices_of(group: Group, shard: int, number: int) -> Iterator[tuple[int, int]]:
     """Each bucket of a section that ``shard`` has to do with, and how many slices of it."""
-    section = group.plan.section(number) if group.plan is not None else None
+    section = group.plans.plan.section(number) if group.plans.plan is not None else None
     for part in section.parts if section is not None else ():
-        assert group.plan is not None
-        operation = group.plan.buckets[part].operation
-        start, stop = group.table.share(ExchangeKey(Stream.BUCKET, 0, part), operation).interval(shard)
+        assert group.plans.plan is not None
+        operation = group.plans.plan.buckets[part].operation
+        start, stop = group.shards.table.share(ExchangeKey(Stream.BUCKET, 0, part), operation).interval(shard)
         if start < stop:
             yield part, stop - start
 

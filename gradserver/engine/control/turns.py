@@ -27,7 +27,7 @@ from collections.abc import Collection
 from typing import Final
 
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.turn import Turn
+from gradserver.engine.control.group.turns import Turn
 from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
 from gradserver.protocol.messages import Follow, Opened, Opens, Steps
@@ -40,62 +40,61 @@ def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effe
     """Take what a member says of a round. If another member has said otherwise, `Turns.conflict` has the error."""
     number = message.round
     group.check_round(number, type(message).__name__)
-    if group.plan is None:
+    if group.plans.plan is None:
         raise UnexpectedMessageError(f"{group.call(seat)} speaks of round {number}, and the group has no plan")
-    if number < group.rounds:
+    if number < group.rounds.number:
         return  # it is late, and gets what the others have made of it
-    turn = group.turns.rounds.setdefault(number, Turn())
+    turn = group.turns.at(number)
     match message:
         case Follow():
-            group.turns.following[seat] = message
+            group.turns.follow(seat, message)
         case Opens():
-            group.turns.conflict = _opens(group, turn, seat, message) or group.turns.conflict
+            _opens(group, turn, seat, message)
         case Steps():
-            group.turns.conflict = _steps(group, turn, seat, message) or group.turns.conflict
+            _steps(group, turn, seat, message)
     _answer(group, number, effects)
 
 
-def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> OutOfStepError | None:
-    plan = group.plan
+def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> None:
+    plan = group.plans.plan
     if plan is None or plan.section(message.section) is None:
         raise UnexpectedMessageError(f"section {message.section} from {group.call(seat)} is in no plan")
-    if turn.opens is None:
-        turn.opens, turn.opener = message, seat
-    if turn.opens.section == message.section:
-        return None
+    opens, opener = turn.open(message, seat)
+    if opens.section == message.section:
+        return
     names = {one.number: place for place, one in enumerate(plan.each, 1)}
-    one, other = sorted([(seat, message.section), (turn.opener, turn.opens.section)])
-    return OutOfStepError(
-        f"round {message.round} exchanges module {names[one[1]]} at {group.call(one[0])} and module {names[other[1]]} "
-        f"at {group.call(other[0])}: all workers must train their modules in the same order"
+    one, other = sorted([(seat, message.section), (opener, opens.section)])
+    group.turns.contradict(
+        OutOfStepError(
+            f"round {message.round} exchanges module {names[one[1]]} at {group.call(one[0])} and module "
+            f"{names[other[1]]} at {group.call(other[0])}: all workers must train their modules in the same order"
+        )
     )
 
 
-def _steps(group: Group, turn: Turn, seat: int, message: Steps) -> OutOfStepError | None:
+def _steps(group: Group, turn: Turn, seat: int, message: Steps) -> None:
     index = message.index
     if index > len(turn.steps) or index >= _MOST_STEPS:
         raise UnexpectedMessageError(f"update {index} before round {message.round} from {group.call(seat)}")
-    if index == len(turn.steps):
-        turn.steps.append((message, seat))
-    known, first = turn.steps[index]
+    known, first = turn.step(message, seat)
     if known == message:
-        return None
-    return OutOfStepError(
-        f"before round {message.round} the jobs of {group.call(first)} and {group.call(seat)} update other models: "
-        f"all workers must update their models in the same order"
+        return
+    group.turns.contradict(
+        OutOfStepError(
+            f"before round {message.round} the jobs of {group.call(first)} and {group.call(seat)} update other models: "
+            f"all workers must update their models in the same order"
+        )
     )
 
 
 def over(group: Group) -> None:
     """Rounds are over."""
-    rounds = group.turns.rounds
-    for number in [number for number in rounds if number < group.rounds]:
-        del rounds[number]
+    group.turns.forget_before(group.rounds.number)
 
 
 def departed(group: Group, seat: int, effects: Effects) -> None:
     """``seat`` is vacant, or has a new connection on which it asks again."""
-    group.turns.following.pop(seat, None)
+    group.turns.unfollow(seat)
     broken(group, effects)
 
 
@@ -110,7 +109,7 @@ def _answer(group: Group, number: int, effects: Effects) -> None:
     turns = group.turns
     asked = {seat: follow.index for seat, follow in turns.following.items() if follow.round == number}
     turn = turns.rounds.get(number, Turn())
-    assert group.plan is not None
+    assert group.plans.plan is not None
     nobody_has_data = turn.opens is None and _all_of(group.contributors, asked)
     for seat, index in asked.items():
         if index < len(turn.steps):
@@ -119,10 +118,10 @@ def _answer(group: Group, number: int, effects: Effects) -> None:
         elif turn.opens is not None:
             news = Opened(number, turn.opens.section, index=index)
         elif group.broken is not None or (nobody_has_data and all(one == len(turn.steps) for one in asked.values())):
-            news = Opened(number, group.plan.each[0].number, ended=True, index=index)
+            news = Opened(number, group.plans.plan.each[0].number, ended=True, index=index)
         else:
             continue
-        del turns.following[seat]
+        turns.unfollow(seat)
         effects.send(group.connection_of(seat), news)
 
 

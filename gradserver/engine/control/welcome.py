@@ -17,8 +17,8 @@ def token_of(group: Group, seat: int) -> str:
 
     Whoever had that seat before shows something else.
     """
-    whose = f"{seat} {group.seats.names[seat]}"
-    return hmac.new(group.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+    whose = f"{seat} {group.members.seats.names[seat]}"
+    return hmac.new(group.sessions.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
 def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int, effects: Effects) -> None:
@@ -32,21 +32,21 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
 
     Of somebody who is not a member yet, seats, names and rank are what they are to be.
     """
-    joins = seat not in group.members
-    present = sorted({*group.seats.present, seat})
+    joins = seat not in group.members.by_seat
+    present = sorted({*group.members.seats.present, seat})
     return Welcome(
         group.name,
         present.index(seat),
-        group.epoch,
+        group.members.epoch,
         credit,
-        names=tuple(group.seats.names[other] for other in present),
-        shards=group.urls,
-        rates=group.table.rates,
-        token=token_of(group, seat) if group.secret else token,
+        names=tuple(group.members.seats.names[other] for other in present),
+        shards=group.shards.urls,
+        rates=group.shards.table.rates,
+        token=token_of(group, seat) if group.sessions.secret else token,
         seats=tuple(present),
-        durable=bool(group.secret),
-        incarnation=incarnation if group.secret else 0,
-        founded=group.founded if joins else 0,
+        durable=bool(group.sessions.secret),
+        incarnation=incarnation if group.sessions.secret else 0,
+        founded=group.members.founded if joins else 0,
         joins=joins,
         late=group.late_are,
         timeout=group.round_timeout,

@@ -1,0 +1,65 @@
+"""Applicants of a group that forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradserver.engine.policy import Policy
+from gradserver.protocol.messages import Join
+
+
+@dataclass(slots=True)
+class Applicant:
+    """A worker that joined a group which is not complete yet, or that has no seat for it."""
+
+    connection: int
+    join: Join
+    since: float
+
+    @property
+    def deadline(self) -> float:
+        """Time at which its patience ends."""
+        return self.since + self.join.timeout
+
+
+@dataclass(slots=True)
+class Applicants:
+    """Applicants of one group, in the order in which they came.
+
+    Attributes:
+        waiting: all of them.
+        opens: end of the gathering; None while there are fewer than the minimum.
+    """
+
+    waiting: list[Applicant] = field(default_factory=list)
+    opens: float | None = None
+
+    def join(self, applicant: Applicant, policy: Policy) -> None:
+        """Have one more wait. With the last one of the minimum the gathering begins."""
+        self.waiting.append(applicant)
+        if len(self.waiting) < policy.minimum:
+            return
+        if self.opens is None:
+            self.opens = applicant.since + policy.gather
+        self.opens = min(self.opens, *(one.deadline for one in self.waiting))
+
+    def forget(self, connection: int, policy: Policy) -> None:
+        """Forget one. With fewer than the minimum the gathering is over."""
+        self.waiting = [applicant for applicant in self.waiting if applicant.connection != connection]
+        if len(self.waiting) < policy.minimum:
+            self.opens = None
+
+    def leave_all(self) -> None:
+        """Forget all, as they are members now."""
+        self.waiting.clear()
+        self.opens = None
+
+    def are_enough(self, policy: Policy, now: float) -> bool:
+        """Tell whether the group has all that it waits for."""
+        count = len(self.waiting)
+        if count < policy.minimum:
+            return False
+        wishes = [applicant.join.world_size for applicant in self.waiting]
+        if count == policy.maximum or (all(wishes) and count >= max(wishes)):
+            return True
+        return self.opens is not None and self.opens <= now

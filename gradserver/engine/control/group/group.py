@@ -1,0 +1,302 @@
+"""A group: its parts, and what follows from several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from gradserver.engine.control.findings import Findings
+from gradserver.engine.control.group.applicants import Applicants
+from gradserver.engine.control.group.learners import Learners, Stage
+from gradserver.engine.control.group.leases import Leases
+from gradserver.engine.control.group.members import Members
+from gradserver.engine.control.group.plans import Plans
+from gradserver.engine.control.group.recovery import Recovery
+from gradserver.engine.control.group.rounds import Rounds
+from gradserver.engine.control.group.sessions import Sessions
+from gradserver.engine.control.group.shards import DataShards
+from gradserver.engine.control.group.turns import Turns
+from gradserver.engine.control.quota import Account
+from gradserver.engine.effects import Effects
+from gradserver.engine.orders import RemoteOrder
+from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.records import RoundRecord
+from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_UNWRITTEN_ROUNDS
+from gradserver.protocol.messages import Membership
+from gradserver.protocol.shards import Table
+
+_SHOWN: Final = ("round", "weights", "opened", "completed", "last", "cut")
+"""Fields of the last round that the status shows."""
+MAX_REASON: Final = 300
+"""Characters of the reason of a departure, of those that all names leave in a header."""
+
+
+class State(Enum):
+    """State of a group; `gradserver.engine.control.machine` has the table of transitions."""
+
+    FORMING = "forming"
+    ACTIVE = "active"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+    SUSPENDED = "suspended"
+    BROKEN = "broken"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Group:
+    """What control knows of one group.
+
+    Attributes:
+        account: its journal quota.
+        nonfinite: what becomes of gradients that are not finite.
+        found: counts of these.
+        timeout: seconds that the longest-waiting founder waits for others to come.
+        round_timeout: seconds that an exchange or a plan waits for a member that is alive.
+        broken: why the group goes no further.
+        state: state as of the last event or rule that was dealt with.
+        is_ended: True when the registry has forgotten the group.
+    """
+
+    name: str
+    policy: Policy
+    account: Account = field(default_factory=Account)
+    nonfinite: OnNonFinite = OnNonFinite.HALT
+    found: Findings = field(default_factory=Findings)
+    timeout: float = 0.0
+    round_timeout: float = 0.0
+    broken: GradServerError | None = None
+    state: State = State.FORMING
+    is_ended: bool = False
+    applicants: Applicants = field(default_factory=Applicants)
+    members: Members = field(init=False)
+    learners: Learners = field(default_factory=Learners)
+    rounds: Rounds = field(default_factory=Rounds)
+    plans: Plans = field(default_factory=Plans)
+    sessions: Sessions = field(default_factory=Sessions)
+    recovery: Recovery = field(default_factory=Recovery)
+    shards: DataShards = field(init=False)
+    leases: Leases = field(default_factory=Leases)
+    turns: Turns = field(default_factory=Turns)
+
+    def __post_init__(self) -> None:
+        self.members = Members(self.policy.maximum)
+        self.shards = DataShards(Table(self.policy.maximum))
+
+    # ── its life ──────────────────────────────────────────────────────────────────────────────────────
+
+    def set_timeouts(self, timeout: float, round_timeout: float | None) -> None:
+        """Set how long its members wait. By default a round waits for as long as the founders do."""
+        self.timeout = timeout
+        self.round_timeout = round_timeout or timeout
+
+    def be_broken(self, error: GradServerError) -> bool:
+        """Let the group go no further. False if it was broken before: the first reason stands."""
+        if self.broken is not None:
+            return False
+        self.broken = error
+        return True
+
+    def end(self) -> None:
+        """Note that the registry has forgotten the group."""
+        self.is_ended = True
+
+    def note_state(self) -> tuple[State, State]:
+        """Store the state that follows from what is known now. Return the one before, and this one."""
+        before, self.state = self.state, self.present_state()
+        return before, self.state
+
+    def present_state(self) -> State:
+        """Tell the state from what is known of the group."""
+        if self.is_ended:
+            return State.ENDED
+        if not self.begun:
+            return State.FORMING
+        if self.broken:
+            return State.BROKEN
+        if self.is_deserted:
+            return State.SUSPENDED
+        if self.recovery.is_open:
+            return State.RECOVERING
+        return State.ACTIVE if self.rounds.paused is None else State.PAUSED
+
+    # ── telling others ────────────────────────────────────────────────────────────────────────────────
+
+    def order(self, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
+        """Have all data shards obey ``order``, ``but`` one of them."""
+        self.shards.order(order, effects, but)
+
+    def change(self, order: RemoteOrder, effects: Effects, news: Membership | None = None, seat: int = -1) -> None:
+        """Have all data shards obey an order about the membership. When all do, members or a learner hear of it."""
+        self.members.change(self.shards.connections, news, seat)
+        self.shards.order(order, effects)
+
+    def news(self, what: str, lost: bool, effects: Effects) -> Membership:
+        """Return the news of the present membership, which is a new one, and log it."""
+        effects.log(f"group {self.name!r}: {what}, epoch {self.members.epoch}", warning=lost)
+        return self.members.membership(what, lost, self.early)
+
+    # ── members and learners ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def begun(self) -> bool:
+        """True if there is a member, or a learner that contributes already."""
+        return bool(self.members.by_seat) or bool(self.contributors)
+
+    @property
+    def is_deserted(self) -> bool:
+        """True if all members are without a connection."""
+        return bool(self.sessions.away) and len(self.sessions.away) == len(self.members.by_seat)
+
+    @property
+    def is_durable(self) -> bool:
+        """True if the group survives its coordinator."""
+        return bool(self.sessions.secret)
+
+    @property
+    def contributors(self) -> list[int]:
+        """Seats of members, and of learners that contribute already."""
+        learners = self.learners.by_seat
+        return [*self.members.by_seat, *(seat for seat, one in learners.items() if one.stage is Stage.ENTERED)]
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """Members before their first round is over, as a recovery began in it."""
+        return self.members.early(self.rounds.number)
+
+    @property
+    def entering(self) -> list[int]:
+        """Seats of members and learners that contribute to the open round as their first one."""
+        return sorted([*self.early, *(seat for seat, one in self.learners.by_seat.items() if one.entered)])
+
+    @property
+    def next_count(self) -> int:
+        """Number of members, and of learners that contribute to the next round."""
+        return len(self.members.by_seat) + sum(one.is_coming for one in self.learners.by_seat.values())
+
+    @property
+    def lacks_workers(self) -> bool:
+        """True if fewer than the minimum contribute to the next round."""
+        return self.next_count < self.policy.minimum
+
+    @property
+    def connections(self) -> list[int]:
+        """Connections of all workers that are here."""
+        here = [seat.connection for seat in self.members.by_seat.values() if seat.connection >= 0]
+        inside = here + [one.connection for one in self.learners.by_seat.values()]
+        return inside + [one.connection for one in (*self.applicants.waiting, *self.learners.queue)]
+
+    def is_inside(self, seat: int) -> bool:
+        """Tell whether results may hold a contribution of ``seat``: it is a member, or was told that it contributes."""
+        learner = self.learners.by_seat.get(seat)
+        return seat in self.members.by_seat or (learner is not None and learner.entered)
+
+    def connection_of(self, seat: int) -> int:
+        """Return the connection of a member or a learner; -1 if there is none."""
+        occupant = self.members.by_seat.get(seat) or self.learners.by_seat.get(seat)
+        return -1 if occupant is None else occupant.connection
+
+    def seat_of(self, connection: int) -> int:
+        """Return the seat of a member or a learner; -1 if it has none."""
+        for seats in (self.members.by_seat, self.learners.by_seat):
+            for seat, occupant in seats.items():
+                if occupant.connection == connection:
+                    return seat
+        return -1
+
+    def call(self, seat: int) -> str:
+        """Name a member in a text."""
+        return self.members.seats.call(seat)
+
+    def calls(self, seats: Iterable[int]) -> str:
+        """Name several members in a text."""
+        return self.members.calls(seats)
+
+    def left_out(self, seat: int, reason: str) -> LeftOutError:
+        """Return what a member is told that the others go on without."""
+        where = f"group {self.name!r} in round {self.rounds.number}: {reason}"
+        return self.members.seats.left_out(seat, where)
+
+    # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pause_ends(self) -> float | None:
+        """Time at which members have waited long enough for others; None if they wait for none."""
+        paused = self.rounds.paused
+        return None if paused is None or self.is_deserted else paused + self.policy.patience(self.timeout)
+
+    @property
+    def latest(self) -> int:
+        """The latest round that a member can be in."""
+        due = self.rounds.due
+        if self.recovery.is_uncertain:
+            return due + MAX_UNWRITTEN_ROUNDS
+        # members begin the next round when the last results of all shards say so, and these say so here later
+        return due + (MAX_ROUNDS_AHEAD if self.shards and not self.is_durable else 0)
+
+    def check_round(self, number: int, what: str) -> None:
+        """Raise UnexpectedMessageError if no member can be in round ``number`` when it says ``what``."""
+        if number > self.latest:
+            raise UnexpectedMessageError(
+                f"a {what} of round {number} in group {self.name!r}, of which {self.latest} is the latest round that "
+                f"can have begun"
+            )
+
+    @property
+    def late_are(self) -> str:
+        """What becomes of contributions that come too late, in a Welcome's words; empty if all are waited for."""
+        lateness = self.policy.lateness
+        return "" if lateness is None else "keep" if lateness.keeps else "drop"
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def describe(self, now: float) -> dict[str, object]:
+        """Return the group as plain JSON values. Ages are in seconds."""
+        policy, plan, seats = self.policy, self.plans.plan, self.members.seats
+        applicants = [*self.applicants.waiting, *self.learners.queue]
+        waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
+        return {
+            "state": self.state.value,
+            "world_size": len(self.members.by_seat) if self.begun and policy.is_elastic else policy.maximum,
+            "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
+            "epoch": self.members.epoch,
+            "round": self.rounds.number,
+            "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
+            "members": [
+                {"rank": seats.rank(seat), "name": seats.names[seat], "seat": seat} for seat in self.members.by_seat
+            ],
+            "waiting": waiting,
+            "joining": [one.describe(seats.rank(seat)) for seat, one in self.learners.by_seat.items()],
+            "broken": self.broken.message if self.broken else None,
+            "data": self.leases.positions.snapshot(),
+            "last_round": _record(self.rounds.ledger[-1]) if self.rounds.ledger else None,
+            "timeout": self.timeout,
+            "round_timeout": self.round_timeout,
+            "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(seats.names)},
+        }
+
+    def validate(self) -> list[int]:
+        """Raise AssertionError if an invariant does not hold. Return the connections of all workers that are here."""
+        members, applicants, connections = self.members.by_seat, self.applicants.waiting, self.connections
+        away, learners, proposals = self.sessions.away, self.learners.by_seat, self.plans.proposals
+        assert self.state is self.present_state(), f"{self.name} is stored as {self.state}"
+        assert self.begun != bool(applicants), f"{self.name} is neither forming nor active"
+        assert len(applicants) < self.members.world, f"{self.name} is complete and not active"
+        assert set(proposals) <= set(members), f"{self.name} holds proposals of strangers"
+        assert not (self.broken and proposals), f"{self.name} is broken and still collects proposals"
+        assert away.keys() <= members.keys(), f"{self.name} waits for strangers"
+        assert all(members[rank].connection < 0 for rank in away), f"{self.name} waits for a member that is here"
+        assert not learners.keys() & members.keys(), f"{self.name} has a member that joins"
+        assert set(self.learners.donors) <= set(members), f"{self.name} has donors that are no members"
+        for learner in learners.values():
+            assert learner.donor in {-1, *members}, f"{self.name} waits for a donor that is gone"
+        assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
+        self.leases.positions.validate()
+        return connections
+
+
+def _record(record: RoundRecord) -> dict[str, object]:
+    return {name: getattr(record, name) for name in _SHOWN}

@@ -1,0 +1,46 @@
+"""Leases of a group: samples that its members hold, and what they asked of data that has to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gradserver.engine.lease_table import Positions
+from gradserver.protocol.messages.leases import Claim, Register
+from gradserver.protocol.ranges import Ranges
+
+Question = Register | Claim
+
+
+@dataclass(slots=True)
+class Leases:
+    """Leases of one group.
+
+    Attributes:
+        positions: what is left of each data set, and which member holds which samples.
+        asked: questions that wait for a round to be over, by the data's name and member id.
+    """
+
+    positions: Positions = field(default_factory=Positions)
+    asked: dict[tuple[str, int], tuple[Question, Ranges]] = field(default_factory=dict)
+
+    def restore(self, positions: Positions) -> None:
+        """Go on with what an earlier coordinator has written down."""
+        self.positions = positions
+
+    def ask_later(self, seat: int, question: Question, ranges: Ranges) -> None:
+        """Keep a question until the rounds before it are over."""
+        self.asked[question.name, seat] = question, ranges
+
+    def due(self, number: int) -> Iterator[tuple[int, Question, Ranges]]:
+        """Take out questions that can be answered, as the rounds before ``number`` are over."""
+        for (name, seat), (question, ranges) in list(self.asked.items()):
+            if question.round <= number:
+                del self.asked[name, seat]
+                yield seat, question, ranges
+
+    def depart(self, seat: int) -> None:
+        """Give the samples of a member that is gone to the others."""
+        self.positions.depart(seat)
+        for key in [key for key in self.asked if key[1] == seat]:
+            del self.asked[key]

@@ -1,0 +1,170 @@
+"""Members of a group, by member id, and the changes of the membership that have yet to come into force."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.journal_state import MAX_EPOCHS
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.seats import Seats
+from gradserver.protocol.messages import Membership
+
+_MAX_TOLD: Final = 4000
+"""Bytes of what has changed in a membership, in which others' names may be."""
+_MOST_CALLED: Final = 16
+"""Workers that are spoken of by name at once."""
+
+
+@dataclass(slots=True)
+class Change:
+    """A change of the membership that ``waiting`` shards do not go by yet.
+
+    When they do, members hear ``news``, or the learner in ``seat`` gets its Welcome.
+    """
+
+    waiting: set[int]
+    news: Membership | None = None
+    seat: int = -1
+
+
+@dataclass(slots=True)
+class Members:
+    """Members of one group.
+
+    Attributes:
+        world: how many are, or may come to be, in the group.
+        by_seat: members that are there, in the order of their ids. One without a connection has -1.
+        seats: names by member id, and the ids of members that are there by rank.
+        epoch: number of the membership.
+        founded: number by which data halves know the group: the first epoch, or the last generation.
+        founders: number of seats when the group began.
+        first_rounds: first round of each member that joined the running group.
+        changes: changes that not all shards go by yet, in their order.
+        news: memberships that a member may not have heard of, up to the one in force.
+    """
+
+    world: int
+    by_seat: dict[int, Seat] = field(default_factory=dict)
+    seats: Seats = field(default_factory=lambda: Seats(()))
+    epoch: int = 0
+    founded: int = 0
+    founders: int = 0
+    first_rounds: dict[int, int] = field(default_factory=dict)
+    changes: deque[Change] = field(default_factory=deque)
+    news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
+
+    # ── coming and going ──────────────────────────────────────────────────────────────────────────────
+
+    def found(self, chosen: Mapping[int, Seat], epoch: int) -> None:
+        """Make members of the founders."""
+        self.by_seat = dict(chosen)
+        self.world = self.founders = max(chosen) + 1
+        self.seats = Seats(chosen[seat].name if seat in chosen else "" for seat in range(self.world))
+        self.epoch = self.founded = epoch
+
+    def restore(self, names: Mapping[int, str], present: Mapping[int, str], epoch: int) -> None:
+        """Go on with the members of an earlier coordinator, all without a connection. Others had ``names``, too."""
+        self.world = self.founders = max(names) + 1
+        self.seats = Seats(names.get(seat, "") for seat in range(self.world))  # some were nobody's yet
+        self.by_seat = {seat: Seat(-1, name) for seat, name in present.items()}
+        for seat in names:
+            if seat not in self.by_seat:
+                self.seats.depart(seat)
+        self.epoch = self.founded = epoch
+
+    def admit(self, seat: int, name: str) -> None:
+        """Give a seat to a learner. It is no member yet."""
+        self.seats.admit(seat, name)
+        self.world = len(self.seats.names)
+
+    def promote(self, entered: Mapping[int, Seat], number: int, epoch: int) -> str:
+        """Make members of learners, whose first round is ``number``. Return a text that says so."""
+        self.by_seat = dict(sorted({**self.by_seat, **entered}.items()))
+        self.first_rounds |= dict.fromkeys(entered, number)
+        self.seats.reseat(tuple(self.by_seat))
+        self.epoch = epoch
+        return f"{self.calls(entered)} joined in round {number}; {len(self.by_seat)} workers go on"
+
+    def entered_in(self, number: int, seats: Iterable[int]) -> None:
+        """Note that round ``number`` is the first one of these members alone."""
+        self.first_rounds = dict.fromkeys(seats, number)
+
+    def lose(self, seat: int) -> None:
+        """Take note that a member is gone. Ranks stay what they are until `depart`."""
+        self.by_seat.pop(seat, None)
+
+    def depart(self, seat: int, epoch: int) -> None:
+        """Close the gap in the ranks that a member leaves, in a new epoch."""
+        self.seats.depart(seat)
+        self.epoch = epoch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch with the same members."""
+        self.epoch = epoch
+
+    def void_before(self, generation: int) -> None:
+        """Have reports and changes of shards from before a recovery count for nothing.
+
+        Members hear of the changes now, and push only when shards have come to this recovery.
+        """
+        self.founded = generation
+        for change in self.changes:
+            change.waiting.clear()
+
+    def connect(self, seat: int, connection: int) -> None:
+        """Note the connection of a member, -1 for none."""
+        self.by_seat[seat] = Seat(connection, self.by_seat[seat].name)
+
+    # ── changes that are told later ───────────────────────────────────────────────────────────────────
+
+    def change(self, shards: Iterable[int], news: Membership | None = None, seat: int = -1) -> None:
+        """Tell members ``news``, or the learner in ``seat`` its Welcome, when all ``shards`` go by this change."""
+        self.changes.append(Change(set(shards), news, seat))
+        if news is not None:
+            self.news.append(news)
+
+    def heeded(self, shard: int) -> None:
+        """Note that a shard goes by the first change that it did not go by before."""
+        for change in self.changes:
+            if shard in change.waiting:
+                change.waiting.discard(shard)
+                return
+
+    @property
+    def can_tell(self) -> bool:
+        """True if all shards go by the next change."""
+        return bool(self.changes) and not self.changes[0].waiting
+
+    def next_change(self) -> Change:
+        """Take the change that all shards go by out of the list."""
+        return self.changes.popleft()
+
+    def recall(self, news: Membership) -> None:
+        """Note a membership that an earlier coordinator may not have told."""
+        self.news.append(news)
+
+    def forget_news(self) -> None:
+        """Forget memberships that all members have heard of, as a round ended in the present one."""
+        while self.news and self.news[0].epoch < self.epoch:
+            self.news.popleft()
+
+    def membership(self, reason: str, lost: bool, early: tuple[int, ...]) -> Membership:
+        """Return the news of the present membership. The first round of ``early`` members is not over."""
+        first = max((self.first_rounds[seat] for seat in early), default=0)
+        told = reason.encode(errors="replace")[:_MAX_TOLD].decode(errors="ignore")
+        return Membership(self.epoch, self.seats.present, self.seats.present_names(), told, lost, early, first)
+
+    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def early(self, number: int) -> tuple[int, ...]:
+        """Return members whose first round is ``number`` or a later one: they are members since a recovery in it."""
+        return tuple(sorted(seat for seat in self.by_seat if self.first_rounds.get(seat, -1) >= number))
+
+    def calls(self, seats: Iterable[int]) -> str:
+        """Name several members in a text."""
+        called = [self.seats.call(seat) for seat in seats]
+        more = f" and {len(called) - _MOST_CALLED} more" if len(called) > _MOST_CALLED else ""
+        return ", ".join(called[:_MOST_CALLED]) + more

@@ -1,0 +1,108 @@
+"""Rounds of a group, as control knows them: the open one, those that are complete and not over, and the last ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.records import RoundRecord
+
+_LEDGER_ROUNDS: Final = 256
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Rounds of one group.
+
+    Attributes:
+        number: the open round.
+        held: a complete round that is not over for members: a shard has yet to go by a change, or too few are left.
+        held_again: True if a member may have heard before that this round is over, and be in the next one.
+        unsettled: rounds that all shards are done with and that are not written down. True with a round that is over
+            for members, as its last results said so.
+        late: members that a round was closed without, by its number.
+        paused: time since which too few workers are left; None while there are enough.
+        told: the last round that is over, and the epoch in force behind it, as they are written down.
+        ledger: records of the last rounds.
+    """
+
+    number: int = 0
+    held: RoundRecord | None = None
+    held_again: bool = False
+    unsettled: deque[tuple[RoundRecord, bool]] = field(default_factory=deque)
+    late: dict[int, set[int]] = field(default_factory=dict)
+    paused: float | None = None
+    told: tuple[int, int] = (-1, 0)
+    ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
+
+    @property
+    def due(self) -> int:
+        """The latest round that members were told of: the open one, or the next, if the open one is done again.
+
+        A recovery can begin when members have heard that a round is over, and some lack results of it. Then the group
+        is in that round once more. A member goes on by itself as soon as it has them, before its shards say so here.
+        """
+        return max(self.number, self.told[0] + 1)
+
+    def complete(self, record: RoundRecord, told: bool) -> None:
+        """Take a round that all shards are done with. Members may have been ``told`` that it is over."""
+        self.unsettled.append((record, told))
+
+    def next_settled(self) -> tuple[RoundRecord, bool]:
+        """Take the first round that is complete out of the list."""
+        return self.unsettled.popleft()
+
+    def write(self, record: RoundRecord, epoch: int) -> None:
+        """Note what is written down of a round."""
+        self.told = record.round, epoch
+        self.ledger.append(record.without_digests())  # here it is for its times
+
+    def write_end(self, number: int, epoch: int) -> bool:
+        """Note that a round is over, with this epoch behind it. True if that has to be written down, too."""
+        is_new = self.told != (number, epoch)
+        self.told = number, epoch
+        return is_new
+
+    def hold(self, record: RoundRecord, again: bool) -> None:
+        """Keep a round from being over until all shards know which members take part in the next one."""
+        self.held, self.held_again = record, again
+
+    def begin(self, number: int) -> None:
+        """Open round ``number``."""
+        self.number = number
+
+    def skip_to(self, number: int) -> None:
+        """Open round ``number``, if it is a later one."""
+        self.number = max(self.number, number)
+
+    def pause(self, since: float) -> None:
+        """Note that too few workers are left for the next round."""
+        self.paused = since
+
+    def void(self) -> None:
+        """Forget a complete round that is not over. If it is complete, data says so once more."""
+        self.paused = self.held = None
+
+    def end(self, number: int) -> None:
+        """Note that a round is over for all members."""
+        self.held = self.paused = None
+        self.late.pop(number - MAX_CUTS, None)  # later ones may have to be closed again
+
+    def close_without(self, number: int, seats: Iterable[int]) -> None:
+        """Note members that the round is closed without."""
+        self.late.setdefault(number, set()).update(seats)
+
+    def recall_late(self, number: int) -> set[int]:
+        """Return members that round ``number`` was closed without. Later rounds have not begun after all."""
+        self.late = {one: seats for one, seats in self.late.items() if one <= number}
+        return self.late.get(number, set())
+
+    def restore(self, told: tuple[int, int], planned: int, last: RoundRecord | None) -> None:
+        """Go on behind what an earlier coordinator has written down."""
+        self.told = told
+        self.number = max(told[0] + 1, planned)
+        if last is not None:
+            self.ledger.append(last.without_digests())

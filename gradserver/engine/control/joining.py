@@ -1,0 +1,115 @@
+"""Checks of workers that want to join a group, and what an applicant is told whose patience has ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gradserver.engine.control.group import Applicant, Group
+from gradserver.engine.control.names import check_name
+from gradserver.engine.control.registry import Registry
+from gradserver.engine.policy import Policy
+from gradserver.protocol.errors import (
+    InvalidRankError,
+    InvalidWorldSizeError,
+    JoinRefusedError,
+    JoinTimeoutError,
+    LimitExceededError,
+)
+from gradserver.protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL
+from gradserver.protocol.messages import Join
+
+_BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
+"""Bytes of a Welcome that are not names, at most."""
+
+
+def new_group(registry: Registry, join: Join) -> Group:
+    """Return the group that ``join`` is the first to ask for.
+
+    Raises:
+        InvalidWorldSizeError: its size is unknown, or another one than the coordinator was told.
+        LimitExceededError: there are too many groups.
+    """
+    told = registry.told(join.group)
+    if told is not None and not _suits(join, told):
+        raise InvalidWorldSizeError(
+            f"{join.name!r} wants a world size of {join.world_size}, the coordinator was started with {told} "
+            f"for group {join.group!r}"
+        )
+    if told is None and not join.world_size:
+        raise InvalidWorldSizeError(
+            f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
+            f"in the environment), or --workers N to `gradserver serve`"
+        )
+    policy = told or Policy.of(join.world_size, join.group)
+    if len(registry.groups) >= MAX_GROUPS:
+        raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
+    return Group(join.group, policy, registry.quotas.account(join.group), registry.nonfinite)
+
+
+def _suits(join: Join, policy: Policy) -> bool:
+    """Tell whether a group with this policy can have the world size that ``join`` asks for, if it asks for one."""
+    return not join.world_size or policy.minimum <= join.world_size <= policy.maximum
+
+
+def check_applicant(group: Group, join: Join, now: float) -> None:
+    """Raise the error that keeps this applicant out, if there is one."""
+    policy = group.policy
+    most = policy.maximum
+    each = 8  # msgpack's own bytes, and those of a seat, twice
+    fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // most - each  # of a Welcome, and of a Membership
+    check_name(f"in a group of {most}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
+    if not _suits(join, policy):
+        raise InvalidWorldSizeError(
+            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {policy}"
+        )
+    if group.begun and (policy.needs_all or group.broken is not None):
+        why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds.number}"
+        if group.is_deserted:
+            why += " and waits for its workers to come back"
+        state = "elastic, has begun," if policy.is_elastic else "complete"
+        raise JoinRefusedError(
+            f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
+            f"A new group can form under this name when these have left: {group.calls(group.members.by_seat)}"
+        )
+    if join.rank >= group.members.world:
+        raise InvalidRankError(
+            f"{join.name!r} wants rank {join.rank}, ranks of group {group.name!r} are 0 to {group.members.world - 1}"
+        )
+    for applicant in group.applicants.waiting:
+        if join.rank >= 0 and applicant.join.rank == join.rank:
+            raise JoinRefusedError(
+                f"rank {join.rank} of group {group.name!r} is taken by {applicant.join.name!r}, "
+                f"who has waited for {now - applicant.since:.1f} s"
+            )
+
+
+def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
+    """What to tell an applicant whose patience has ended: who came, and who is missing."""
+    here = ", ".join(
+        f"{a.join.name!r}" + (f" (rank {a.join.rank})" if a.join.rank >= 0 else "") for a in group.applicants.waiting
+    )
+    if group.policy.is_elastic:
+        return _too_few_joined(group, applicant, here)
+    ranks = {a.join.rank for a in group.applicants.waiting if a.join.rank >= 0}
+    unassigned = sum(a.join.rank < 0 for a in group.applicants.waiting)
+    absent = [f"rank {rank}" for rank in range(group.members.world) if rank not in ranks]
+    missing = group.members.world - len(group.applicants.waiting)
+    if unassigned:
+        which = f"{missing} of {', '.join(absent)}" if ranks else f"{missing} more, of any rank"
+    else:
+        which = ", ".join(absent)
+    return JoinTimeoutError(
+        f"group {group.name!r} has {len(group.applicants.waiting)} of {group.members.world} workers after "
+        f"{applicant.join.timeout:g} s: {here} came; missing: {which}",
+        missing=tuple(absent) if not unassigned else (which,),
+    )
+
+
+def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeoutError:
+    least = group.policy.minimum
+    missing = f"{least - len(group.applicants.waiting)} more, of any rank"
+    return JoinTimeoutError(
+        f"group {group.name!r} has {len(group.applicants.waiting)} of {group.policy} workers after "
+        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
+        missing=(missing,),
+    )
