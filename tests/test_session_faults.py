@@ -15,9 +15,10 @@ import pytest
 from gradserver import reducer
 from gradserver.engine import Engine
 from gradserver.engine.commands import Command, Record, Reduce, Send
-from gradserver.engine.control import recovery, restore
+from gradserver.engine.control import restore
+from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.events import Event
-from gradserver.engine.orders import Reseat
+from gradserver.engine.orders import RemoteOrder, Reseat
 from gradserver.engine.records import Boundary, Entered, Epoch, Round
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.errors import GradServerError
@@ -209,8 +210,8 @@ def _written_apart(patch: pytest.MonkeyPatch) -> None:
 def _a_shard_knows_no_epoch(patch: pytest.MonkeyPatch) -> None:
     right = restore.reopen
 
-    def wrong(*arguments: Any) -> Any:
-        return [order for order in right(*arguments) if not isinstance(order, Reseat)]
+    def wrong(registry: Any, group: Any, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
+        right(registry, group, lambda one: None if isinstance(one, Reseat) else order(one), shard)
 
     patch.setattr("gradserver.engine.control.shard_replacement.reopen", wrong)
 
@@ -243,7 +244,7 @@ FAULTS: dict[str, Plant] = {
     "a member pushes on in a recovery": method(ShardTraffic, "hold", lambda _: None),
     "a member stays in the membership that it began with": method(Boundaries, "adopt", lambda *_: None),
     "a member does not hear that a round is over": method(Announced, "round_done", lambda *_: []),
-    "those that are away are waited for too long": method(recovery, "await_others", lambda *_: None),
+    "those that are away are waited for too long": method(Sessions, "hurry", lambda *_: None),
     "a data shard does not know the membership": _a_shard_knows_no_epoch,
     "a member that says what it holds waits for itself": method(fibers.VirtualThreading, "RLock", fibers.Lock),
     "a member says how long frames are that it lacks": method(inventory, "Op", SimpleNamespace(FRAMED=None)),
