@@ -337,6 +337,8 @@ class Group:
         zeros: whether some contributions have weight 0.
     """
 
+    node_type = Node
+
     def __init__(
         self,
         size: int,
@@ -387,7 +389,7 @@ class Group:
 
     def start(self, name: str, rank: int = -1, waits: bool = False) -> Node:
         """Start a process."""
-        node = Node(self, self.uids, name, rank, waits)
+        node = self.node_type(self, self.uids, name, rank, waits)
         self.uids += 1
         self.nodes.append(node)
         self.world.scheduler.spawn(node.run, node)

@@ -1,0 +1,113 @@
+"""A group with a quorum or backups in which some workers are slow, with all of the workers' real code.
+
+The ledger says which members count in how many slices. What follows from that is compared with every result: what did
+not count is in the member's next contribution, or in none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+
+from gradserver.engine.policy import Lateness, Policy
+from gradserver.engine.records import RoundRecord
+from gradserver.protocol.exchange import Layout
+from tests.session_group import Act, Doubles, Group, Node, _subsets
+
+
+class LateNode(Node):
+    """A worker that is slow now and then."""
+
+    def _exchange(self, act: Act, chance: Random) -> None:
+        if chance.random() < 0.3:
+            self.group.world.scheduler.pause(lambda: False, chance.choice([0.01, 0.1, 0.5]))
+        super()._exchange(act, chance)
+
+
+class LateGroup(Group):
+    """Nodes of a group that closes rounds without late members. None of them joins later.
+
+    Args:
+        size: how many found the group.
+        buckets: elements of each bucket.
+        rounds: how many there are.
+        lateness: of the group.
+        seed: decides on the order of everything.
+        rates: of the data shards.
+        fuses: after how many commands each process of the coordinator is lost, in turn.
+    """
+
+    node_type = LateNode
+
+    def __init__(
+        self,
+        size: int,
+        buckets: Sequence[int],
+        rounds: int,
+        lateness: Lateness,
+        seed: int,
+        rates: Sequence[float],
+        fuses: Sequence[int],
+    ) -> None:
+        policy = Policy(1, 8, lateness=lateness)
+        super().__init__(size, [buckets], [Act()] * rounds, seed, rates, fuses, policy)
+        self.keeps = lateness.keeps
+
+    def weight(self, uid: int, number: int) -> float:
+        return Random(f"{uid} {number}").choice([0.5, 1.0, 1.0, 2.0])
+
+    def _check_rounds(self) -> None:
+        carried: dict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
+        for number, record in sorted(self._records().items()):
+            nodes = [node for node in self.nodes if number in node.rounds]
+            assert nodes, "no node has finished the round"
+            for part, values in nodes[0].rounds[number].values.items():
+                self._check_late(record, part, values, nodes[0].layouts[part], carried)
+
+    def _check_late(
+        self,
+        record: RoundRecord,
+        part: int,
+        values: Doubles,
+        layout: Layout,
+        carried: dict[tuple[int, int, int], dict[int, float]],
+    ) -> None:
+        """Check a bucket, slice by slice, and note what late members carry over.
+
+        Of a member that counts in part the ledger has the number of slices: they are a prefix at each data shard.
+        """
+        said = {seat: slices for seat, bucket, slices in record.cut if bucket == part}
+        departed = {seat for seat, _, _ in record.cut}
+        always = [seat for seat, weight in enumerate(record.weights) if weight and seat not in departed]
+        partly = [seat for seat, weight in enumerate(record.weights) if weight and seat in departed]
+        counted = dict.fromkeys(partly, 0)
+        for index in range(layout.count):
+            start, stop = layout.span(index)
+            own = {
+                seat: carried.pop((seat, part, index), {}) | {record.round: self.weight(seat, record.round)}
+                for seat in range(self.size)
+            }
+            for some in _subsets(partly):
+                expected = self._mean_of({seat: own[seat] for seat in (*always, *some)}, part)[start:stop]
+                if np.allclose(values[start:stop], expected, rtol=1e-9, atol=0):
+                    break
+            else:
+                raise AssertionError(f"slice {index} of bucket {part} is no mean of what counts: {record}")
+            for seat in some:
+                counted[seat] += 1
+            if self.keeps:
+                late = own.keys() - {*always, *some}
+                carried.update({(seat, part, index): own[seat] for seat in late})
+        assert counted == {seat: said.get(seat, 0) for seat in partly}, f"the ledger counts other slices: {record}"
+
+    def _mean_of(self, given: dict[int, dict[int, float]], part: int) -> Doubles:
+        """Return the mean of what some seats give: the weights of their own gradients, by round."""
+        sums, total = np.zeros(self.buckets[part]), 0.0
+        for seat, shares in given.items():
+            for number, share in shares.items():
+                sums += share * self.given(seat, number, part)
+                total += share
+        return sums / total if total else sums
