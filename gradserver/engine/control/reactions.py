@@ -23,7 +23,7 @@ from gradserver.engine.control import (
 )
 from gradserver.engine.control.group import HERE, Applicant, Group, State
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.shards import count_round
+from gradserver.engine.control.round_reports import count_round
 from gradserver.engine.effects import Effects
 from gradserver.engine.reports import (
     Absent,

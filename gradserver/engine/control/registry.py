@@ -8,8 +8,8 @@ from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.quota import Quotas
+from gradserver.engine.control.roster import Roster
 from gradserver.engine.control.rounds import is_steady
-from gradserver.engine.control.shards import Roster
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Seat
 from gradserver.engine.orders import CloseGroup, OpenGroup

@@ -1,109 +1,19 @@
-"""The data shards that a coordinator has beside its own data half, and what they have reported."""
+"""Reports of data shards about one round, and the record of the round that follows from all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.names import check_name
-from gradserver.engine.control.welcome import token_of
-from gradserver.engine.effects import Effects
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.errors import (
-    JoinRefusedError,
-    LimitExceededError,
     MalformedMessageError,
-    UnexpectedMessageError,
 )
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.limits import MAX_SHARDS, MAX_URL
-from gradserver.protocol.messages import Enlist, Enlisted
-from gradserver.protocol.shards import Table, comparable
-from gradserver.protocol.url import parse_url
-
-
-@dataclass(frozen=True, slots=True)
-class DataShard:
-    """One that has enlisted. ``rate`` in Gbit/s, None if nobody said. ``own``: the coordinator has started it."""
-
-    number: int
-    url: str
-    rate: float | None
-    own: bool = True
-
-
-class Roster:
-    """Who has enlisted, by connection.
-
-    Args:
-        entropy: gives text that nobody can guess; without it no shards are taken.
-        rate: of the coordinator's own link, in Gbit/s; None if nobody said.
-        access: whose shards are taken.
-    """
-
-    def __init__(self, entropy: Callable[[], str] | None, rate: float | None, access: Access = OPEN) -> None:
-        self.shards: dict[int, DataShard] = {}
-        self._entropy, self._access = entropy, access
-        self._own = 0
-        self._rate = rate
-        self._numbers = 0
-
-    def enlist(self, connection: int, offer: Enlist, returns: bool, effects: Effects) -> None:
-        """Take a shard, for groups that become complete from now on. ``returns``: if we are lost, others may come."""
-        if self._entropy is None:
-            raise UnexpectedMessageError("this coordinator takes no data shards")
-        if connection in self.shards:
-            raise UnexpectedMessageError("this connection has enlisted already")
-        check_name("a data shard's URL", offer.url, MAX_URL)
-        if parse_url(offer.url)[1] == 0:
-            raise MalformedMessageError(f"{offer.url} is no data shard's URL: it has no port")
-        self._access.check_shard(offer.url, offer.token)
-        if any(shard.url == offer.url for shard in self.shards.values()):
-            raise JoinRefusedError(f"there is a data shard at {offer.url} already")
-        if len(self.shards) >= MAX_SHARDS - 1:
-            raise LimitExceededError(f"this coordinator has {MAX_SHARDS} data shards already, its own included")
-        self._numbers += 1
-        own = self._access.is_own_shard(offer.token)
-        self._own += own
-        shard = self.shards[connection] = DataShard(self._numbers, offer.url, offer.rate, own)
-        effects.send(connection, Enlisted(shard.number, returns))
-        rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
-        effects.log(f"data shard {shard.number} is at {shard.url}{rate}")
-
-    def staff(self, group: Group) -> None:
-        """``group`` is to use all shards there are."""
-        if self.shards and self._entropy is not None:
-            stated = [self._rate, *(shard.rate for shard in self.shards.values())]
-            urls = [shard.url for shard in self.shards.values()]
-            table = Table(len(group.members.by_seat), comparable(stated))
-            group.shards.set_up(table, tuple(self.shards), urls)
-            durable, entropy = group.is_durable, self._entropy
-            seats = range(group.members.world)
-            group.shards.set_tokens([token_of(group, seat) if durable else entropy() for seat in seats])
-
-    @property
-    def enlisted(self) -> int:
-        """How many of those that the coordinator has started have, so far."""
-        return self._own
-
-    @property
-    def own(self) -> int:
-        """How many of those that the coordinator has started are there."""
-        return sum(shard.own for shard in self.shards.values())
-
-    def token(self) -> str:
-        """Text that nobody can guess, to show shards or to be a group's secret; empty if there is none."""
-        return "" if self._entropy is None else self._entropy()
-
-    def snapshot(self) -> list[dict[str, object]]:
-        """The shards, the coordinator's own first, as plain JSON values."""
-        own = DataShard(0, "", self._rate)
-        return [asdict(shard) for shard in (own, *self.shards.values())]
 
 
 def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompleted | None:
