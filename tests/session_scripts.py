@@ -52,7 +52,12 @@ def main(seconds: float, seed: int) -> None:
     began = time.perf_counter()
     with real_code():
         while (spent := time.perf_counter() - began) < seconds:
-            check(group := script(seed + groups))
+            group = script(seed + groups)
+            try:
+                check(group)
+            except Exception:
+                print(f"a law fails in script {seed + groups}", file=sys.stderr)
+                raise
             groups, crashes, losses = groups + 1, crashes + len(group.world.crashes), losses + len(group.world.losses)
             rounds += group.rounds
     print(f"{groups} scripts in {spent:.0f} s, from seed {seed}; all laws held")

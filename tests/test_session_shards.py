@@ -38,11 +38,12 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.messages.recovery import Holding, Resumed, Standing, unpack_spans
+from gradserver.protocol.messages.recovery import Holding, Resumed, Standing, State, unpack_spans
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.retained import Kept, Retained
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
 from tests.cluster import Task, wait_until
@@ -374,6 +375,19 @@ def test_a_member_that_lacks_frames_does_not_know_their_size(durable: tuple[Sess
 
     said = [payloads[0] for message, payloads in tape.sent if isinstance(message, Holding)]
     assert [span.nbytes for payload in said for span in unpack_spans(payload)] == [0]
+
+
+def test_a_result_can_be_fetched_when_its_collective_has_failed_at_another_shard_meanwhile() -> None:
+    """Test that a shard in a recovery gets what it was told of: other shards may be through with theirs before."""
+    retained = Retained(CREDIT)
+    retained.keep_past(Kept(Result(collective(0), 4, 3.0, True), b"12", 1), 2)
+
+    retained.failed(collective(0), True, recovers=True)
+
+    assert retained.find(collective(0), 4) is not None
+    assert [span.state for span in retained.spans(1)] == [State.CHANGED]
+    retained.said()
+    assert retained.find(collective(0), 4) is None
 
 
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────

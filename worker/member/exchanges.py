@@ -322,7 +322,8 @@ class Exchanges:
         elif isinstance(error, AbandonedError):
             reason = error.when_nothing_failed()
         if self.inventory is not None and not is_state(key):
-            self.inventory.retained.failed(key, isinstance(reason, MembershipChangedError))
+            again = isinstance(reason, MembershipChangedError)
+            self.inventory.retained.failed(key, again, any(one.held for one in self.shards))
         if done:
             self.effects.complete(exchange.handle, reason)
 
@@ -341,9 +342,8 @@ class Exchanges:
     def fail_states(self, error: GradServerError, before: int) -> None:
         """Fail transfers of states with a lower number than ``before``."""
         here = [(key, shard.number) for shard in self.shards for key in shard.exchanges if is_state(key)]
-        for key, number in here:
-            if key.part < STATE_TAG + before:
-                self.fail(key, error, number)
+        for key, number in [found for found in here if found[0].part < STATE_TAG + before]:
+            self.fail(key, error, number)
 
     def _part_over(
         self, part: Exchange, siblings: Siblings, error: GradServerError | None

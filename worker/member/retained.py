@@ -142,12 +142,14 @@ class Retained:
         """Forget what was passed on: what is held is about to be said, or all members have the same."""
         self._passed.clear()
 
-    def failed(self, key: ExchangeKey, again: bool) -> None:
-        """A collective or a transfer has failed. ``again``: it is to be called in the new membership."""
+    def failed(self, key: ExchangeKey, again: bool, recovers: bool = False) -> None:
+        """Note a failure, and whether it is called ``again``. A shard that ``recovers`` may still ask for results."""
         if key.stream == Stream.BUCKET:
             return
         for pool, past in self._past.items():
             if pool[0] == key.stream:
+                for one in [one for one in past if recovers and one.kept.result.key == key]:
+                    self.pass_on(one.kept)
                 self._past[pool] = deque(one for one in past if one.kept.result.key != key)
                 self._cost[pool] = sum(one.cost for one in self._past[pool])
         self._over = {which: slices for which, slices in self._over.items() if which[0] != key}
