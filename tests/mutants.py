@@ -168,9 +168,9 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/control/journal.py",
-                "    effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
+                "    effects.journal_behind(Round(group.name, group.members.epoch, record, used_up))\n",
                 "    if record.round % 8 != 3:\n"
-                "        effects.journal_behind(Round(group.name, group.epoch, record, used_up))\n",
+                "        effects.journal_behind(Round(group.name, group.members.epoch, record, used_up))\n",
             ),
         ),
     ),

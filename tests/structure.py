@@ -46,6 +46,8 @@ PARTS: Final[Mapping[str, tuple[Where, ...]]] = {
     **{name.lower(): ((CONTROL, name), (DATA, name)) for name in ("Learners", "Members", "Recovery", "Rounds")},
     "shards": ((CONTROL, "DataShards"),),
     **dict.fromkeys(("learner", "joiner"), ((CONTROL, "Learner"),)),
+    "current": ((DATA, "Round"),),
+    "holder": ((DATA, "Holder"),),
 }
 """Classes of which groups are made, by the name that a variable or a field of the class has."""
 STATES: Final[Mapping[str, tuple[Where, ...]]] = {
@@ -549,7 +551,7 @@ FIGURES: Final = {
     "Fields that other modules write": (
         Figure("control's Group", partial(written_outside, where=GROUP), 0, 0),
         Figure("data's Group", partial(written_outside, where=DATA_GROUP), 0, 0),
-        Figure("parts of groups", parts_written_outside, 8, 0),
+        Figure("parts of groups", parts_written_outside, 0, 0),
         Figure("Exchange", partial(written_outside, where=EXCHANGE), 0, 0),
     ),
     "Outputs of control's functions": (
@@ -568,11 +570,11 @@ FIGURES: Final = {
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 38_700, 25_000, room=500),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_000, 25_000, room=500),
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 6, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 92, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 90, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 2, 0),
         Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 44, 0),
     ),

@@ -6,7 +6,7 @@ The functions that work on it are in `gradserver.engine.data.recovery`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -47,6 +47,25 @@ class Holder:
     def has_failed(self, key: ExchangeKey) -> bool:
         """Tell whether ``key`` has failed at it."""
         return any(key in self.slices[state] for state in FAILED)
+
+    def say(
+        self, state: State, key: ExchangeKey, slices: range, weights: tuple[float, ...] = (), nbytes: int = 0
+    ) -> None:
+        """Note that it says to have ``slices`` in a state, with the weights that counted, or the size of each."""
+        self.slices[state][key].update(slices)
+        if nbytes:
+            self.sizes.update(((key, index), nbytes) for index in slices)
+        if weights:
+            self.weights[key].update(dict.fromkeys(slices, weights))
+
+    def enter(self, number: int) -> None:
+        """Go on to round ``number``. What it gave in an earlier one has no weight there."""
+        self.weight = self.weight if self.round == number else 0.0
+        self.round = number
+
+    def give_up(self, key: ExchangeKey) -> bool:
+        """Lack ``key`` no more, as it has failed; tell whether it did."""
+        return self.slices[State.LACKING].pop(key, None) is not None
 
     def take(self, result: Result) -> None:
         """Note that it is sent the result of a slice. It may be the only member that has it then."""
@@ -101,6 +120,72 @@ class Recovery:
     """Results that are being fetched: the source of each, and the members that lack it."""
     came: dict[Place, tuple[Result, tuple[Buffer, ...]]] = field(default_factory=dict)
     """Fetched results that came before one in front of them: they are handed on in order."""
+
+    def hear(self, seat: int, holder: Holder, now: float) -> None:
+        """Take what ``seat`` has said."""
+        self.holders[seat] = holder
+        self.touched = now
+
+    def forget(self, seat: int) -> None:
+        """Forget what ``seat`` has said, and collect anew."""
+        self.holders.pop(seat, None)
+        self.start_again()
+
+    def progress(self, now: float) -> None:
+        """Let the deadline run from ``now`` on."""
+        self.touched = now
+
+    def drain(self, which: tuple[int, ExchangeKey, int]) -> bool:
+        """Note that a reduction from before has come back, and tell whether it was the last."""
+        if which not in self.draining:
+            return False
+        self.draining.discard(which)
+        return not self.draining
+
+    def find_round(self, number: int) -> None:
+        """Note the round that the group is in."""
+        self.round = number
+
+    def enter(self, stage: Stage) -> None:
+        """Go on to a stage."""
+        self.stage = stage
+
+    def enter_round(self) -> None:
+        """Let all members go on to the round that the group is in."""
+        for holder in self.holders.values():
+            holder.enter(self.round)
+
+    def want(self, wanted: Iterable[Wanted]) -> None:
+        """Fetch results, in order."""
+        self.wanted.extend(wanted)
+
+    def ask(self, most: int) -> Iterator[tuple[int, Place]]:
+        """Yield results to fetch now, each with its source, while at most so many are on their way."""
+        while self.wanted and len(self.asked) < most:
+            wanted = self.wanted.popleft()
+            source = wanted.holding[wanted.place[1] % len(wanted.holding)]
+            self.asked[wanted.place] = source, wanted
+            yield source, wanted.place
+
+    def receive(self, place: Place, result: Result, payloads: tuple[Buffer, ...]) -> None:
+        """Take a result that was fetched."""
+        self.came[place] = result, payloads
+
+    def hand_on(self) -> Iterator[tuple[int, Result, tuple[Buffer, ...]]]:
+        """Yield fetched results that have none in front of them any more, with each member that lacks them."""
+        for place, (_, wanted) in list(self.asked.items()):
+            if place not in self.came:
+                return
+            del self.asked[place]
+            result, payloads = self.came.pop(place)
+            for lacking in wanted.lacking:
+                self.holders[lacking].take(result)
+                yield lacking, result, payloads
+
+    def give_up(self, key: ExchangeKey) -> list[int]:
+        """Fetch no results of ``key``, which has failed, and return the members that lack some."""
+        self.wanted = deque(wanted for wanted in self.wanted if wanted.place[0] != key)
+        return [seat for seat, holder in self.holders.items() if holder.give_up(key)]
 
     def start_again(self) -> None:
         """Collect anew: a member has gone, or has to say once more what it holds."""

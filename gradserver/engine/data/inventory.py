@@ -59,11 +59,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
             raise UnexpectedMessageError(
                 f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"
             )
-        holder.slices[state][key].update(range(first, stop))
-        if nbytes:
-            holder.sizes.update(((key, index), nbytes) for index in range(first, stop))
-        if weights and key.number >= number:
-            holder.weights[key].update(dict.fromkeys(range(first, stop), weights))
+        holder.say(state, key, range(first, stop), weights if key.number >= number else (), nbytes)
     return holder
 
 
@@ -96,7 +92,7 @@ def adopt(
 ) -> Round:
     """Make round ``number``, of which each of ``holders`` has the ``settled`` slices, by bucket.
 
-    Of slices with which nobody has told who counted, those who are here did.
+    In slices of which no member has told the weights, the members that are here counted.
     """
     current = Round(now, section=section)
     here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
@@ -104,13 +100,5 @@ def adopt(
         key = ExchangeKey(Stream.BUCKET, number, part)
         told = [holder.weights[key] for holder in holders.values() if key in holder.weights]
         columns = Counter(next((said[index] for said in told if index in said), here) for index in slices)
-        current.counted.update({(seat, part): 0 for seat in holders})
-        for weights, count in columns.items():
-            for seat, weight in enumerate(weights):
-                if weight:
-                    current.counted[seat, part] += count
-                    current.weights[seat] = max(abs(weight), current.weights.get(seat, 0.0))
-                if weight < 0:
-                    current.not_finite(seat, part, -1, count)
-    current.cut.update((which, slices) for which, slices in current.counted.items() if which[0] not in holders)
+        current.take_settled(part, columns, holders.keys())
     return current

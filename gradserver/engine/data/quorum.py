@@ -60,15 +60,15 @@ def contributed(group: Group, number: int, seat: int, ended: bool, now: float, e
         given = current.finished
     if given < _needed(group, number):
         return None
-    current.quorum_at = now
-    if lateness is None:
-        current.look_at = now + _UNREMARKABLE_SECONDS  # what is usual is looked up then: most rounds are over by that
+    if lateness is None:  # what is usual is looked up then: most rounds are over by that
+        current.reach_quorum(now, now + _UNREMARKABLE_SECONDS)
     elif lateness.backup:
+        current.reach_quorum(now, None)
         _report(group, number, current, now, effects)
     else:
         deadline = group.stragglers.pace.deadline(lateness.grace, group.order.timeout, now - current.opened)
-        if deadline is not None:
-            current.look_at = max(current.opened + deadline, now + lateness.grace)
+        look_at = None if deadline is None else max(current.opened + deadline, now + lateness.grace)
+        current.reach_quorum(now, look_at)
     return current.look_at
 
 
@@ -79,7 +79,7 @@ def look(group: Group, now: float, effects: Effects) -> None:
             continue
         if group.order.lateness is None:
             deadline = group.stragglers.pace.deadline(0.0, group.order.timeout)
-            current.look_at = None if deadline is None else current.opened + deadline
+            current.put_off(None if deadline is None else current.opened + deadline)
             if current.look_at is None or current.look_at > now:
                 continue
         _report(group, number, current, now, effects)
@@ -92,15 +92,13 @@ def next_look(group: Group) -> float | None:
 
 def _report(group: Group, number: int, current: Round, now: float, effects: Effects) -> None:
     late = _late(group, number, current)
-    current.look_at = None
     if not late:
-        current.quorum_at = None
+        current.lose_quorum()
         return
     closes = group.order.lateness is not None
     tell = not group.stragglers.is_quiet(now)
-    if closes:
-        current.look_at = now + _AGAIN_SECONDS
-    elif not tell:
+    current.put_off(now + _AGAIN_SECONDS if closes else None)
+    if not closes and not tell:
         return
     if tell:
         group.stragglers.tell(now)
@@ -149,8 +147,7 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     """Go on with a round without its stragglers."""
     current = group.rounds.get(order.round)
     if current is not None:
-        current.waited += now - (current.quorum_at or now)
-        current.quorum_at = current.look_at = None
+        current.close(now)
     for seat in order.seats:
         if seat in group.members.departed:
             continue
@@ -178,4 +175,4 @@ def note_what_counted(group: Group, number: int, current: Round, seat: int) -> N
         return
     for part in current.done:
         _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
-        current.cut.setdefault((seat, part), current.counted.get((seat, part), stop - start))
+        current.cut_off(seat, part, stop - start)

@@ -38,7 +38,7 @@ had all of R is left.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
@@ -78,7 +78,7 @@ _MAX_ASKED: Final = 16
 
 def begin(group: Group, order: Recover, now: float) -> None:
     """Forget all that is open. Reductions from before come back with an earlier generation than the order's."""
-    draining = group.recovery.draining if group.recovery is not None else set()
+    draining = set() if group.recovery is None else set(group.recovery.draining)
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
     group.start_over(Recovery(order.version, order.round, order.latest, now, order.own, draining))
 
@@ -88,8 +88,7 @@ def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
     recovery = group.recovery
     if recovery is None:
         return
-    recovery.holders.pop(seat, None)
-    recovery.start_again()
+    recovery.forget(seat)
     advance(group, now, effects)
 
 
@@ -107,8 +106,7 @@ def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float,
             f"{group.call(seat)} says that it is in round {holding.round}, and {recovery.latest} is the latest that "
             f"can have begun"
         )
-    recovery.holders[seat] = said(group, seat, holding, payload)
-    recovery.touched = now
+    recovery.hear(seat, said(group, seat, holding, payload), now)
     advance(group, now, effects)
 
 
@@ -127,8 +125,9 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects
     result = Result(
         *place, message.weight, message.present, 1, False, False, message.without, message.weights, nonfinite=nonfinite
     )
-    recovery.came[place] = result, () if payload is None else (payload,)
-    _hand_on(group, recovery, effects)
+    recovery.receive(place, result, () if payload is None else (payload,))
+    for lacking, ready, payloads in recovery.hand_on():
+        effects.send(group.members.connections[lacking], ready, payloads)
     return True
 
 
@@ -151,24 +150,9 @@ def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: 
         raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
 
 
-def _hand_on(group: Group, recovery: Recovery, effects: Effects) -> None:
-    for place, (_, wanted) in list(recovery.asked.items()):
-        if place not in recovery.came:
-            return
-        del recovery.asked[place]
-        result, payloads = recovery.came.pop(place)
-        for lacking in wanted.lacking:
-            recovery.holders[lacking].take(result)
-            effects.send(group.members.connections[lacking], result, payloads)
-
-
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
     """Note that a reduction from before has come back, and tell whether it was the last."""
-    recovery = group.recovery
-    if recovery is None or (epoch, key, start) not in recovery.draining:
-        return False
-    recovery.draining.discard((epoch, key, start))
-    return not recovery.draining
+    return group.recovery is not None and group.recovery.drain((epoch, key, start))
 
 
 def proceed(group: Group, now: float, effects: Effects) -> None:
@@ -176,9 +160,7 @@ def proceed(group: Group, now: float, effects: Effects) -> None:
     recovery = group.recovery
     if recovery is None or recovery.stage is not Stage.TOLD:
         return
-    for holder in recovery.holders.values():
-        holder.weight = holder.weight if holder.round == recovery.round else 0.0
-        holder.round = recovery.round
+    recovery.enter_round()
     _present(group, recovery, now, effects)
 
 
@@ -191,8 +173,9 @@ def advance(group: Group, now: float, effects: Effects) -> None:
         if not recovery.draining and all(seat in recovery.holders for seat in group.members.present):
             _previous(group, recovery, now, effects)
         return
-    recovery.touched = now
-    _ask(group, recovery, effects)
+    recovery.progress(now)
+    for source, (key, index) in recovery.ask(_MAX_ASKED):
+        effects.send(group.members.connections[source], Fetch(recovery.version, key, index))
     if recovery.asked:
         return
     if recovery.stage is Stage.PREVIOUS:
@@ -206,7 +189,7 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
     recovery = group.recovery
     if recovery is None or recovery.touched + group.order.timeout > now:
         return
-    recovery.touched = now
+    recovery.progress(now)
     slow = [seat for seat in group.members.present if seat not in recovery.holders]
     for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
         effects.report(left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds"))
@@ -217,7 +200,8 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
 
 def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     holders = recovery.holders
-    recovery.round = present = _present_round(group, recovery)
+    present = _present_round(group, recovery)
+    recovery.find_round(present)
     group.stragglers.begin_again()  # control says what holds of that when this round is known to it
     ahead = [seat for seat, holder in holders.items() if holder.round > present]
     if ahead:
@@ -239,8 +223,8 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
                 return
             if lacking:
                 wanted.append(Wanted(place, lacking, holding))
-    recovery.stage = Stage.PREVIOUS
-    recovery.wanted.extend(wanted)
+    recovery.enter(Stage.PREVIOUS)
+    recovery.want(wanted)
     advance(group, now, effects)
 
 
@@ -267,18 +251,19 @@ def _present_round(group: Group, recovery: Recovery) -> int:
 
 def _tell(group: Group, recovery: Recovery, effects: Effects) -> None:
     behind = tuple(seat for seat, holder in recovery.holders.items() if holder.round < recovery.round)
-    recovery.stage = Stage.TOLD
+    recovery.enter(Stage.TOLD)
     effects.report(CaughtUp(group.order.group, recovery.round, behind))
 
 
 def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
     holders = recovery.holders
-    recovery.stage = Stage.PRESENT
+    recovery.enter(Stage.PRESENT)
+    wanted: list[Wanted] = []
     for place in places(group, recovery.round, holders.values()):
         holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
         lacking = tuple(seat for seat in holders if seat not in holding)
         if holding and lacking:
-            recovery.wanted.append(Wanted(place, lacking, holding))
+            wanted.append(Wanted(place, lacking, holding))
     lost: set[ExchangeKey] = set()
     for place in sorted({p for holder in holders.values() for p in holder.loose()}):
         lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
@@ -288,21 +273,15 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
         if len(sizes) > 1:  # not all of them speak the truth: no member is given what another one makes up
             lost.add(place[0])
         elif holding and not failed:
-            recovery.wanted.append(Wanted(place, lacking, holding))
+            wanted.append(Wanted(place, lacking, holding))
         elif failed or any(place[0] in holder.slices[State.OVER] for holder in holders.values()):
             lost.add(place[0])
-    for key in sorted(lost):
-        recovery.wanted = deque(wanted for wanted in recovery.wanted if wanted.place[0] != key)
-        _fail(group, recovery, key, effects)
-    advance(group, now, effects)
-
-
-def _fail(group: Group, recovery: Recovery, key: ExchangeKey, effects: Effects) -> None:
-    """Fail ``key``: the members that could take part in it are not there any more."""
-    error = _why_not(group, recovery, key)
-    for seat, holder in recovery.holders.items():
-        if holder.slices[State.LACKING].pop(key, None) is not None:
+    recovery.want(wanted)
+    for key in sorted(lost):  # the members that could take part in it are not there any more
+        error = _why_not(group, recovery, key)
+        for seat in recovery.give_up(key):
             say_failed(group, seat, key, error, effects)
+    advance(group, now, effects)
 
 
 def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
@@ -319,15 +298,6 @@ def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerEr
         f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
         f"can take part in it once more"
     )
-
-
-def _ask(group: Group, recovery: Recovery, effects: Effects) -> None:
-    while recovery.wanted and len(recovery.asked) < _MAX_ASKED:
-        wanted = recovery.wanted.popleft()
-        key, index = wanted.place
-        source = wanted.holding[index % len(wanted.holding)]
-        recovery.asked[wanted.place] = source, wanted
-        effects.send(group.members.connections[source], Fetch(recovery.version, key, index))
 
 
 def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> None:
@@ -365,13 +335,12 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
         section = group.plan.section_of(next(iter(found))).number
         current = adopt(number, section, found, holders, now)
         group.rounds.begin(number, current)
-        current.done.update(done)
+        current.take_done(done, min(holders))
         if group.order.lateness is not None:
             _close_again(group, number, current)
         if done and len(done) == group.full_buckets[section]:
             group.rounds.end(number)
             group.stragglers.completed(number)
-            current.last = min(holders)
             record = current.record(number, group.world, group.plan, now)
             effects.report(RoundCompleted(group.order.group, record, adopted=True))
     end_abandoned(group, now, effects)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
@@ -112,6 +112,49 @@ class Round:
             self.counted[seat, part] = counted(seat)
             if seat not in exchange.weights:  # it departed before it had given anything anew
                 self.cut[seat, part] = counted(seat)
+
+    def cut_off(self, rank: int, part: int, slices: int) -> None:
+        """Note that ``rank`` gives no more. It counted in ``slices`` of a finished bucket, or as it is known."""
+        self.cut.setdefault((rank, part), self.counted.get((rank, part), slices))
+
+    def take_settled(self, part: int, columns: Mapping[tuple[float, ...], int], seats: Collection[int]) -> None:
+        """Take over settled slices of bucket ``part``: ``columns`` of weights by seat, each with a number of slices.
+
+        The ``seats`` take part in the round. Others have departed: they count in these slices alone. A weight below 0
+        stands for a contribution that was not finite.
+        """
+        self.counted.update({(seat, part): 0 for seat in seats})
+        for weights, count in columns.items():
+            for seat, weight in enumerate(weights):
+                if weight:
+                    self.counted[seat, part] += count
+                    self.weights[seat] = max(abs(weight), self.weights.get(seat, 0.0))
+                if weight < 0:
+                    self.not_finite(seat, part, -1, count)
+        found = self.counted.items()
+        self.cut.update((which, slices) for which, slices in found if which[1] == part and which[0] not in seats)
+
+    def take_done(self, parts: Iterable[int], last: int) -> None:
+        """Take over buckets that are settled as a whole; ``last`` stands for their last contributor."""
+        self.done.update(parts)
+        self.last = last
+
+    def reach_quorum(self, now: float, look_at: float | None) -> None:
+        """Note that a quorum waits for the others from ``now`` on. At ``look_at`` it has waited long enough."""
+        self.quorum_at, self.look_at = now, look_at
+
+    def lose_quorum(self) -> None:
+        """Wait for a quorum again."""
+        self.quorum_at = self.look_at = None
+
+    def put_off(self, look_at: float | None) -> None:
+        """Let the quorum wait until ``look_at``; None if it is not known how long."""
+        self.look_at = look_at
+
+    def close(self, now: float) -> None:
+        """Wait for stragglers no more."""
+        self.waited += now - (self.quorum_at or now)
+        self.lose_quorum()
 
     def contributed(self, rank: int, buckets: int) -> None:
         """Note that ``rank`` has given everything to one bucket more, of so many ``buckets``."""
