@@ -21,6 +21,7 @@ from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.recovery import Recovery
 from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.retained import Kept, Retained
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.member.waiter import NotFinite
 
@@ -198,8 +199,8 @@ def test_a_membership_is_in_force_behind_the_round_that_names_it() -> None:
 class Durable(Alone):
     """A member of a durable group."""
 
-    def __init__(self, slices: int) -> None:
-        super().__init__(slices, durable=True, token="secret", seats=(0, 1, 2))
+    def __init__(self, slices: int, **welcome: object) -> None:
+        super().__init__(slices, durable=True, token="secret", seats=(0, 1, 2), **welcome)
         inventory = Inventory(
             self.member.identity, self.member.rounds, Regions(lambda _nbytes: None, lambda _data: None)
         )
@@ -236,3 +237,60 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
     durable.answer(0, 8, weights=(1.0, 1.0, 1.0))
     assert [type(effect) for effect in durable.member.effects.take()] == [Complete]
     assert durable.data[::SLICE_BYTES].tolist() == [8, 9]
+
+
+class LateAlone(Durable):
+    """The same, in a group that closes rounds without late members."""
+
+    def __init__(self, slices: int) -> None:
+        super().__init__(slices, late="keep")
+
+    def recover(self, generation: int) -> tuple[Holding, list[Span]]:
+        """Begin a recovery."""
+        self.recovery.resume(serves=False)
+        self.recovery.hold(self.member.exchanges.shards[0])
+        self.recovery.resumed(generation, 0)
+        return self.holds()
+
+    def held(self, spans: list[Span]) -> list[tuple[int, int]]:
+        """Return rounds and slices."""
+        return sorted((span.key.number, index) for span in spans for index in range(span.first, span.stop))
+
+
+def test_a_late_member_says_what_it_holds_of_rounds_to_come_and_forgets_those_that_are_made_again() -> None:
+    late = LateAlone(slices=2)
+    for number in (0, 1, 2):
+        late.answer(0, number + 1, number, without=(ME,))
+        if number < 2:
+            late.answer(1, number + 1, number, without=(ME,))
+            late.member.round_done(RoundDone(number, 7))
+
+    holding, spans = late.recover(1)
+    assert holding.round == 2, "the first of which it lacks something"
+    assert late.held(spans) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+    assert late.recovery.stands(late.member.exchanges.shards[0], 1)  # those that had round 1 are gone
+    holding, spans = late.recover(2)
+    assert holding.round == 1, "round 1 is over when that is told again"
+    assert late.held(spans) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_results_are_kept_for_late_members_until_one_lacks_nobody() -> None:
+    retained = Retained(CREDIT)
+    retained.forget_buckets(3 * SLICE_BYTES)
+
+    def keep(number: int, *without: int) -> list[int]:
+        result = Result(bucket(number), 0, 3.0, True, without=without)
+        retained.keep_slice(0, Kept(result, bytes(SLICE_BYTES)), number)
+        return [n for n in range(10) if retained.find(bucket(n), 0) is not None]
+
+    assert keep(0) == [0]
+    assert keep(1) == [1], "nobody can lack what was before"
+    assert keep(2, 0) == [1, 2]
+    assert keep(3, 0) == [1, 2, 3]
+    assert keep(4, 0) == [1, 2, 3, 4]
+    assert keep(5, 0) == [2, 3, 4, 5], "three are all that there is room for, beside the latest"
+    retained.forget_behind(4, shard=1)
+    assert [n for n in range(10) if retained.find(bucket(n), 0) is not None] == [2, 3, 4, 5]
+    retained.forget_behind(3, shard=0)
+    assert [n for n in range(10) if retained.find(bucket(n), 0) is not None] == [2, 3]

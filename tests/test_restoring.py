@@ -11,8 +11,20 @@ from gradserver.engine import Engine, declared
 from gradserver.engine.commands import Log
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Restored
-from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import Boundary, Closed, Durable, Epoch, Group, Handling, Plan, Reset, Start
+from gradserver.engine.policy import Lateness, OnNonFinite, Policy
+from gradserver.engine.records import (
+    Boundary,
+    Closed,
+    Cut,
+    Durable,
+    Epoch,
+    Group,
+    Handling,
+    Plan,
+    Reset,
+    Start,
+    Stragglers,
+)
 from gradserver.ledger.command import Selection, show
 from gradserver.ledger.files import files_of
 from gradserver.ledger.state import StateDir
@@ -67,6 +79,35 @@ def test_what_becomes_of_non_finite_gradients_stays_as_it_began(tmp_path: Path) 
         found.handle(Restored(state.restored), 0.0)
     assert found.data.groups["g"].order.nonfinite is OnNonFinite.PROPAGATE
     assert found.snapshot(0.0)["groups"]["g"]["nonfinite"]["policy"] == "propagate"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("began", "told", "goes_on"),
+    [
+        (True, Lateness(quorum=1), Lateness(quorum=1)),
+        (False, Lateness(quorum=1), Lateness(quorum=1, keeps=False)),
+        (None, Lateness(quorum=1), None),
+        (False, None, Lateness(percent=100.0, keeps=False)),
+        (None, None, None),
+    ],
+)
+def test_late_members_are_dealt_with_as_they_were_told_when_they_joined(
+    began: bool | None, told: Lateness | None, goes_on: Lateness | None, tmp_path: Path
+) -> None:
+    stragglers = [] if began is None else [Stragglers("g", began)]
+    write(tmp_path, *FOUNDED[:2], *stragglers, *FOUNDED[2:], round_record(0))
+
+    found, _ = engine(tmp_path, Policy(1, 4, lateness=told))
+    assert found.data.groups["g"].order.lateness == goes_on
+
+
+def test_a_round_that_was_closed_for_a_member_stays_closed(tmp_path: Path) -> None:
+    closed = [Cut("g", 1, number, (1,), "late") for number in (0, 1)]
+    write(tmp_path, *FOUNDED, closed[0], round_record(0), closed[1])
+    assert [record for record in restored(tmp_path) if isinstance(record, Cut)] == closed
+
+    write(tmp_path, round_record(0))  # made again, so the next one is made again too
+    assert [record for record in restored(tmp_path) if isinstance(record, Cut)] == closed[:1]
 
 
 def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> None:

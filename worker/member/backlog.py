@@ -83,13 +83,12 @@ class Backlog:
 
     def forget_if(self, is_void: Callable[[Result], bool]) -> None:
         """Drop the results that are void."""
-        for result, _ in self.all():
-            if is_void(result):
-                key = result.key
-                there = self._rounds[key.number][key.part]
-                self.nbytes -= unasked_cost(there.pop(result.slice)[1])
-                if not there:
-                    self.take(key.number, key.part)
+        for result, payload in [unasked for unasked in self.all() if is_void(unasked[0])]:
+            there = self._rounds[result.key.number][result.key.part]
+            del there[result.slice]
+            self.nbytes -= unasked_cost(payload)
+            if not there:
+                self.take(result.key.number, result.key.part)
 
     def forget(self, before: int) -> None:
         """Drop what is there of rounds ``before`` this one."""

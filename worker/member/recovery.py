@@ -162,9 +162,9 @@ class Recovery:
         plan, table = self._member.rounds.plan, self._member.exchanges.table
         assert plan is not None
         keys = (ExchangeKey(Stream.BUCKET, number, part) for part in plan.parts_of(self._section_of(number)))
-        slices = ((key, table.share(key, plan.buckets[key.part].operation).layout.count) for key in keys)
-        counts = [len(self._inventory.retained.of_bucket(key)) == count for key, count in slices]
-        return bool(counts) and all(counts)
+        shares = ((key, table.share(key, plan.buckets[key.part].operation)) for key in keys)
+        held = [self._inventory.of_round(key) == share.layout.count for key, share in shares]
+        return bool(held) and all(held)
 
     def _section_of(self, number: int) -> int:
         """Give the section of round ``number``, if this member holds something of that; else -1."""

@@ -96,6 +96,15 @@ class Retained:
             self._older_bytes += unasked_cost(kept.payload)
             self._older_slices += 1
 
+    def _take_older(self, number: int, part: int, index: int) -> Kept:
+        there = self._older[number]
+        kept = there.pop((part, index))
+        self._older_bytes -= unasked_cost(kept.payload)
+        self._older_slices -= 1
+        if not there:
+            del self._older[number]
+        return kept
+
     def _forget_older(self, before: int) -> None:
         """Forget rounds ``before`` this one, but for what is the latest of a slice."""
         for number in [number for number in self._older if number < before]:
@@ -105,16 +114,16 @@ class Retained:
 
     def forget_behind(self, number: int, shard: int) -> None:
         """Forget results of ``shard`` of rounds behind ``number``: the members that had the round are gone."""
-        for slices in self._buckets.values():
-            for index in [index for index, kept in slices.items() if _is_behind(kept, number, shard)]:
-                del slices[index]
         for later in [later for later in self._older if later > number]:
-            there = self._older.pop(later)
-            self._older_bytes -= sum(unasked_cost(kept.payload) for kept in there.values())
-            self._older_slices -= len(there)
-            for (_, index), kept in there.items():
-                if not _is_behind(kept, number, shard):
-                    self._keep_older(index, kept)
+            for which in [which for which, kept in self._older[later].items() if kept.shard == shard]:
+                self._take_older(later, *which)
+        for part, slices in self._buckets.items():
+            for index in [index for index, kept in slices.items() if _is_behind(kept, number, shard)]:
+                rounds = [before for before, there in self._older.items() if (part, index) in there]
+                if rounds:
+                    slices[index] = self._take_older(max(rounds), part, index)
+                else:
+                    del slices[index]
 
     def keep_past(self, kept: Kept, cost: int) -> None:
         """A slice of a collective or a transfer was answered, which took ``cost`` bytes of credit."""

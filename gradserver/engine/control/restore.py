@@ -17,7 +17,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.order_fields import Seat
 from gradserver.engine.orders import Admit, Depart, Expect, RemoteOrder, Reseat, SetPlan
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import (
     Cut,
     Durable,
@@ -79,14 +79,19 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
     """
     founded = found.latest(Founded)
     policy = told or (Policy.of(founded.world) if founded is not None else None)
-    if policy is not None and policy.lateness is not None:
-        began = found.latest(Stragglers)
-        lateness = None if began is None else replace(policy.lateness, keeps=began.keeps)
-        policy = replace(policy, lateness=lateness)  # its members know no other way
+    if policy is not None:
+        policy = replace(policy, lateness=_lateness(found.latest(Stragglers), policy))
     if policy is None or not policy.needs_all:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
     return policy if isinstance(latest, Epoch) and len(latest.members) == policy.minimum else None
+
+
+def _lateness(began: Stragglers | None, policy: Policy) -> Lateness | None:
+    """Give the rule about late members that the group goes on with: as it ``began``. Told of none, it waits for all."""
+    if began is None or not policy.backlog:
+        return None
+    return replace(policy.lateness or Lateness(percent=100.0), keeps=began.keeps)
 
 
 def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
