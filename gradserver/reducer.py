@@ -1,12 +1,11 @@
-"""Combines contributions. This is the only place where gradients meet.
+"""The reduction of contributions. This is the only place where gradients meet.
 
-Sums run in rank order, in fp32 or wider (integers in their own type, where they wrap). The same
-contributions therefore give the same bits, whenever they arrive and however tensors are cut. A mean is
-``sum(w·g) / sum(w)``. When all weights are equal it is ``sum(g) / n``, which rounds less. A single
-contribution is its own mean, bit by bit.
+Sums run in rank order, in fp32 or wider (integers in their own type, where they wrap). The same contributions therefore
+give the same bits, whenever they arrive and however tensors are cut. A mean is ``sum(w·g) / sum(w)``. When all weights
+are equal it is ``sum(g) / n``, which rounds less. A single contribution is its own mean, bit by bit.
 
-Work goes in blocks that stay in a core's cache: every contribution is read from memory once, and every
-result written once. Blocks of large reductions are spread over threads.
+Work goes in blocks that stay in a core's cache: every contribution is read from memory once, and every result written
+once. Blocks of large reductions are spread over threads.
 """
 
 from __future__ import annotations

@@ -80,7 +80,10 @@ class Table:
     def set_plan(self, plan: Plan) -> None:
         """Take this plan for buckets from now on. A section's shares do not depend on other sections."""
         self._buckets = self._shares(plan) if self.rates else ()
-        self.busy_shards = self.busy(plan)
+        shards = range(self.shards)
+        self.busy_shards = {
+            one.number: sum(self._buckets_of(plan, one, shard) > 0 for shard in shards) for one in plan.each
+        }
 
     def _shares(self, plan: Plan) -> Sequence[Share]:
         if not plan.sections:
@@ -108,11 +111,6 @@ class Table:
             return sum(plan.buckets[part].numel > 0 for part in section.parts)
         shares = (self._buckets[part] for part in section.parts)
         return sum(share.bounds[shard] < share.bounds[shard + 1] for share in shares)
-
-    def busy(self, plan: Plan) -> dict[int, int]:
-        """Return how many shards have a part of each section, by its number; ``plan`` was set."""
-        shards = range(self.shards)
-        return {one.number: sum(self._buckets_of(plan, one, shard) > 0 for shard in shards) for one in plan.each}
 
 
 def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
