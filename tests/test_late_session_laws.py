@@ -72,6 +72,26 @@ def test_members_that_are_left_go_on_with_what_the_ledger_says(
     group.check()
 
 
+@given(worlds, buckets, rounds, policies, fuses, happenings, happenings, many_rates, seeds)
+@settings(max_examples=examples(25), deadline=None)
+def test_workers_that_join_meanwhile_hold_the_same(
+    world: int,
+    sizes: list[int],
+    count: int,
+    lateness: Lateness,
+    crashes: list[int],
+    joins: Happenings,
+    deaths: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = LateGroup(world, sizes, count, lateness, seed, rates, crashes)
+    plan(group, joins, group.join)
+    plan(group, deaths, group.kill)
+    group.run()
+    group.check()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 def test_hundreds_of_runs_agree_with_the_ledger(part: int) -> None:
