@@ -23,12 +23,13 @@ _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
     """Have some slices reduced, to which all contributions are in."""
     operation = exchange.operation
+    weighed = operation.kind in WEIGHED
     contributions = [
-        Contribution(rank, run.weight, run.payload if run.present else None) for rank, run in piece.given.items()
+        Contribution(rank, run.weight, run.payload if run.present else None)
+        for rank, run in piece.given.items()
+        if not weighed or run.weight > 0
     ]
-    if operation.kind in WEIGHED:
-        contributions = [contribution for contribution in contributions if contribution.weight > 0]
-    elif operation.kind not in _GIVEN_BY_ALL:
+    if not weighed and operation.kind not in _GIVEN_BY_ALL:
         contributions = [contribution for contribution in contributions if contribution.payload is not None]
     if operation.op is Op.FIRST:
         contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]

@@ -111,8 +111,8 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
     """Return the members that keep a quorum waiting."""
     present = _present(group, number)
     full = group.full_buckets[current.section]
-    if sum(current.given[seat] >= full for seat in present) >= _needed(group, number):
-        return [seat for seat in present if current.given[seat] < full]
+    if sum(current.given.get(seat, 0) >= full for seat in present) >= _needed(group, number):
+        return [seat for seat in present if current.given.get(seat, 0) < full]
     section = group.plan.section(current.section) if group.plan is not None else None
     for part in section.parts if section is not None else ():  # the first that all wait for
         exchange = group.exchanges.get(ExchangeKey(Stream.BUCKET, number, part))
@@ -137,7 +137,7 @@ def _needed(group: Group, number: int) -> int:
 
 
 def _has_given(group: Group, current: Round, seat: int) -> bool:
-    return current.given[seat] >= group.full_buckets[current.section] or group.traffic.has_no_credit(seat)
+    return current.given.get(seat, 0) >= group.full_buckets[current.section] or group.traffic.has_no_credit(seat)
 
 
 # ── closing a round ───────────────────────────────────────────────────────────────────────────────────
