@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -182,6 +182,7 @@ class Node:
             counts = self.stage is not Stage.OBSERVING
             if chance.random() < 0.3:
                 group.world.scheduler.pause()
+            group.dawdle()
         agreement.finish(None)
         weights = {part: handle.weight for part, handle in handles.items()}
         self.rounds[number] = Results(counts, weights, {part: data[part].copy() for part in parts})
@@ -385,6 +386,9 @@ class Group:
         chance = np.random.default_rng([uid, number, part])
         return chance.integers(1, 2**30, self.buckets[part]).astype(np.float64)
 
+    def dawdle(self) -> None:
+        """Do nothing for a while, as one of some workers. Here they are never late."""
+
     # ── what happens ──────────────────────────────────────────────────────────────────────────────────
 
     def start(self, name: str, rank: int = -1, waits: bool = False) -> Node:
@@ -440,13 +444,17 @@ class Group:
 
     def check(self) -> None:
         """Check all laws."""
-        for node in self.nodes:
-            if node.finished or node.counts:
-                assert node.error is None, f"{node.name} failed: {node.error}"
+        self._check_errors()
         self._check_rounds()
         self._check_states()
         self._check_collectives()
         self._check_times()
+
+    def _check_errors(self) -> None:
+        """Check that no worker that contributed has failed."""
+        for node in self.nodes:
+            if node.finished or node.counts:
+                assert node.error is None, f"{node.name} failed: {node.error}"
 
     def check_entered(self) -> None:
         """Check that a learner that the others wait for came in, if there was time. They wait once in a while only."""
@@ -559,6 +567,62 @@ class Group:
                     last, bound = loss, bound + SECONDS * is_sharded
             later = [end for end in ends if end > crash]
             assert not later or later[0] <= last + bound, f"no round for {later[0] - last:.2f} s"
+
+
+class LateGroup(Group):
+    """Nodes of a group that does not wait for all. Each now and then is busy for a while.
+
+    All weights are 1, and what a node gives to a round is a bit of its own. So a mean shows what is in it.
+    """
+
+    def given(self, uid: int, number: int, part: int) -> Doubles:
+        """Return what a process gives to a bucket."""
+        return np.full(self.buckets[part], 2.0 ** (uid * self.rounds + number))
+
+    def weight(self, uid: int, number: int) -> float:
+        """Return the weight of a process in a round."""
+        del uid, number
+        return 1.0
+
+    def dawdle(self) -> None:
+        """Do nothing for a while, now and then."""
+        if self.world.random.random() < 0.1:
+            self.world.scheduler.pause(lambda: False, self.world.random.choice((0.01, 0.4, 1.0)))
+
+    def check(self) -> None:
+        """Check that all have finished with the same bits, and that no gradient counts twice."""
+        self._check_errors()
+        self._check_states()
+        assert set(self._records()) == set(range(self.rounds))
+        for node in self._finished_from_the_start():
+            for part, size in enumerate(self.buckets):
+                for element in range(size):
+                    self._check_element(node, part, element)
+
+    def _finished_from_the_start(self) -> list[Node]:
+        return [node for node in self.nodes if len(node.rounds) == self.rounds]
+
+    def _check_element(self, node: Node, part: int, element: int) -> None:
+        """Check one element of all rounds' results: each gradient is in one of them at most, and not before its own."""
+        given = 0
+        for number in sorted(node.rounds):
+            given |= sum(1 << (uid * self.rounds + number) for uid in self._uids_in(number))
+            if part in node.rounds[number].values and (mean := node.rounds[number].values[part][element]):
+                found = [bits for bits in _bits_of(mean) if not bits & ~given]
+                assert found, f"{mean} in bucket {part} of round {number} has a gradient that counted before"
+                given &= ~found[0]
+
+    def _uids_in(self, number: int) -> set[int]:
+        """Return the processes that pushed to a round."""
+        return {uid for (_, where), uids in self.pushed.items() if where == number for uid in uids}
+
+
+def _bits_of(mean: float) -> Iterator[int]:
+    """Yield sums of different powers of two of which this is the mean."""
+    for count in range(1, 40):
+        total = round(mean * count)
+        if total.bit_count() == count and abs(total - mean * count) <= total * 2.0**-50:
+            yield total
 
 
 def _subsets(members: list[int]) -> list[tuple[int, ...]]:

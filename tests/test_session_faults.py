@@ -19,6 +19,7 @@ from gradserver.engine.control import restore
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.events import Event
 from gradserver.engine.orders import RemoteOrder, Reseat
+from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch, Round
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.errors import GradServerError
@@ -29,12 +30,13 @@ from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.joiner import _Incoming
 from gradserver.worker.member import inventory
 from gradserver.worker.member.announced import Announced
+from gradserver.worker.member.carryover import CarryOver
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.retained import Retained
 from gradserver.worker.member.sendqueue import ShardTraffic
 from tests import fibers
-from tests.session_group import Act, Group
+from tests.session_group import Act, Group, LateGroup
 from tests.session_scripts import check, script
 from tests.session_world import real_code
 
@@ -216,7 +218,21 @@ def _a_shard_knows_no_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("gradserver.engine.control.shard_replacement.reopen", wrong)
 
 
+def _given_twice(patch: pytest.MonkeyPatch) -> None:
+    """Keep what a worker gave too late, though it is added to what it gives next."""
+    right = CarryOver.add_to
+
+    def wrong(self: CarryOver, part: int, *arguments: Any) -> Any:
+        kept = dict(self._slices.get(part, {}))
+        heavier = right(self, part, *arguments)
+        self._slices[part] = kept
+        return heavier
+
+    patch.setattr(CarryOver, "add_to", wrong)
+
+
 FAULTS: dict[str, Plant] = {
+    "what a worker gives too late counts again and again": _given_twice,
     "one bit of a mean is another": sums(lambda command: command, _flip),
     "one member gets another bit than the others": says(_one_gets_another_bit),
     "a worker writes another bit than it got": _written_apart,
@@ -257,6 +273,12 @@ def _gathers(seed: int) -> Group:
     return Group(3, [[8]], [Act("gather_object", 6)] * 6, seed, (1.0,), [chance.randint(0, 30) for _ in range(6)])
 
 
+def _late(seed: int) -> Group:
+    """Make a group that goes on without the slowest member."""
+    policy = Policy(1, 8, lateness=Lateness(backup=1, grace=0.0))
+    return LateGroup(3, [[8]], [Act()] * 5, seed, (1.0,), (), policy)
+
+
 def _replaced_twice(seed: int) -> Group:
     """Make a group that gathers, and loses its data shard twice before."""
     group = Group(2, [[40]], [Act(), Act(), Act(), Act("all_gather", 20), Act()], seed, (1.0, 1.0))
@@ -266,6 +288,7 @@ def _replaced_twice(seed: int) -> Group:
 
 
 SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
+    "what a worker gives too late counts again and again": _late,
     "a data shard does not know the membership": _replaced_twice,
     "a member says how long frames are that it lacks": _gathers,
 }

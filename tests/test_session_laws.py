@@ -12,8 +12,10 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from gradserver.engine.policy import Lateness, Policy
 from tests.examples import examples
-from tests.session_group import COLLECTIVES, Act, Group
+from tests.session_group import COLLECTIVES, Act, Group, LateGroup
+from tests.session_scripts import check, script
 from tests.session_world import real_code
 
 
@@ -35,6 +37,11 @@ fuses = st.lists(st.integers(0, 80), max_size=4)
 many_rates = st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
 sharded = many_rates.filter(lambda rates: len(rates) > 1)
 seeds = st.integers(0, 2**20)
+latenesses = st.one_of(
+    st.builds(Lateness, quorum=st.integers(1, 3), keeps=st.booleans()),
+    st.builds(Lateness, percent=st.sampled_from([30.0, 60.0, 100.0]), keeps=st.booleans()),
+    st.builds(Lateness, backup=st.integers(1, 2), grace=st.just(0.0), keeps=st.booleans()),
+)
 preemptions = st.sampled_from([0.0, 0.0, 0.05])
 joins = st.dictionaries(st.integers(0, 400), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=3)
 happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=4)
@@ -164,6 +171,27 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
     group.check_entered()
 
 
+@given(st.integers(1, 3), buckets, st.integers(2, 5), latenesses, fuses, happenings, happenings, joins, seeds)
+@settings(max_examples=examples(15))
+def test_groups_that_wait_for_some_count_each_gradient_once(
+    world: int,
+    sizes: list[int],
+    count: int,
+    lateness: Lateness,
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    learners: Happenings,
+    seed: int,
+) -> None:
+    group = LateGroup(world, [sizes], [ROUND] * count, seed, (1.0,), crashes, Policy(1, 8, lateness=lateness))
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    plan(group, learners, group.join)
+    group.run()
+    group.check()
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "gather_object"])
 def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str) -> None:
     """Test that the one that opens the group in its second recovery knows the membership."""
@@ -173,3 +201,10 @@ def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str
     group.run()
     group.check()
     assert all(node.outcomes[3].error is None for node in group.nodes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_all_laws_hold_in_many_scripts(part: int) -> None:
+    for seed in range(150 * part, 150 * (part + 1)):
+        check(script(seed))
