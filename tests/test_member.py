@@ -239,6 +239,17 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
     assert durable.data[::SLICE_BYTES].tolist() == [8, 9]
 
 
+def test_nothing_is_pushed_on_a_new_connection_also_if_the_last_one_broke_in_a_recovery() -> None:
+    durable = Durable(slices=1)
+    durable.push()
+    durable.recovery.suspend()
+    durable.recovery.resume(serves=False)
+    durable.recovery.stands(durable.member.exchanges.shards[0], 0)
+
+    durable.recovery.resume(serves=False)
+    assert durable.sends() == []
+
+
 class LateAlone(Durable):
     """The same, in a group that closes rounds without late members."""
 

@@ -52,6 +52,7 @@ class Recovery:
 
     def resume(self, serves: bool) -> Resume:
         """Begin on a new connection; give what is said first there. ``serves`` if this member can send its state."""
+        self.suspend()  # the connection before may have broken when some shards had said Standing
         self._heard.clear()
         self._said.clear()
         rounds, welcome = self._member.rounds, self._member.identity.membership
