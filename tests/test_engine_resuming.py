@@ -544,7 +544,7 @@ def test_a_member_that_lacks_what_none_keeps_any_more_is_left_out() -> None:
 
     failure = next(message for message in group.told(2) if isinstance(message, Failure))
     assert isinstance(failure.exception(), LeftOutError)
-    assert "nobody has round 2 for it any more" in failure.text
+    assert "no member has round 2 for it any more" in failure.text
     group.harness.wait(0)
     assert [type(message) for message in group.told(0)] == [Resumed, Membership, Standing]
 

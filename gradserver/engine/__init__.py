@@ -37,7 +37,7 @@ class Engine:
     """Both halves in one process.
 
     Args:
-        worlds: world sizes by group, or policies of elastic ones, for groups whose size the coordinator was told.
+        worlds: world sizes by group, or policies of elastic ones, for groups of a known size.
         credit: bytes that one worker may have in flight.
         entropy: gives text that cannot be guessed; without it no data shards are taken.
         rate: of this process's link in Gbit/s, as others state theirs; None if it is unknown.

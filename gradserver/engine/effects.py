@@ -1,4 +1,4 @@
-"""What one event leads to: the only output of both halves of the engine."""
+"""Effects of one event: the only output of both halves of the engine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Eviction(NamedTuple):
 
 
 class Effects:
-    """What is to be done because of one event, in the order in which it is carried out.
+    """Effects of one event, in the order in which they are carried out.
 
-    A decision is written before anybody is told of it: `journal` puts its record in front of all that this event has
+    A decision is written before any member is told of it: `journal` puts its record in front of all that this event has
     said so far. What data halves have done is written behind what they have said of it: `journal_behind`.
 
     Attributes:

@@ -30,7 +30,7 @@ from gradserver.protocol.limits import MAX_ENDED_GROUPS
 K = TypeVar("K", bound=Kind)
 
 _MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
-"""Groups whose used quota is restated: more than there can be in all."""
+"""Groups of which the used quota is restated: more than there can be in all."""
 MAX_CUTS: Final = 256
 """Rounds that are known to have been closed for late members."""
 MAX_EPOCHS: Final = 256

@@ -58,8 +58,8 @@ class Lateness:
 
     Attributes:
         quorum: so many.
-        percent: as many of those who are there.
-        backup: all but so many, who may be any; then nothing else is waited for.
+        percent: that share of the members that are present.
+        backup: all but so many, which may be any; then nothing else is waited for.
         grace: seconds that the others have when a quorum has given everything.
         keeps: whether a late member adds what did not count to what it gives next, or forgets it.
     """
@@ -168,7 +168,7 @@ class Policy:
             raise InvalidArgumentError(f"a group waits 0 to {MAX_TIMEOUT:g} s for a worker, not {self.rejoin!r}")
         if self.lateness is not None and not self.backlog:
             raise InvalidArgumentError(
-                "a backlog of 0 leaves out whoever is late, whose results come unasked: a quorum, or backups, need one"
+                "a backlog of 0 leaves out late members, whose results come unasked: a quorum, or backups, need one"
             )
 
     @classmethod

@@ -94,7 +94,7 @@ class RoundRecord:
         weights: weight of each contribution; 0 for a member that was left out.
         opened: time of the first contribution.
         completed: time of the last result.
-        last: the rank whose contribution was the last to come, which the round waited for.
+        last: rank of the last contribution, which the round waited for.
         arrivals: times of each rank's first slice and of its last one.
         inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
         results: the digest of each bucket's result, by its place in the section; empty if none was made.

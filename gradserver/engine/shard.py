@@ -195,7 +195,7 @@ class ShardEngine:
         epoch = self.data.groups[order.group].order.epoch
         self._latest = max(self._latest, epoch)
         if isinstance(order, OpenGroup):
-            self._void = {who: until for who, until in self._void.items() if who[0] != order.group}
+            self._void = {member: until for member, until in self._void.items() if member[0] != order.group}
         else:
             members = self.data.groups[order.group].members.present
             for connection, (name, rank) in self._seats.items():
@@ -330,10 +330,10 @@ class ShardEngine:
     def validate(self) -> None:
         """Raise AssertionError if the engine's own invariants do not hold. For tests."""
         self.data.validate()
-        assert not self._seats.keys() & self._attending.keys(), "someone attends who is here"
+        assert not self._seats.keys() & self._attending.keys(), "a worker attends that is here"
         for connection, (name, rank) in self._seats.items():
             assert self.data.groups[name].members.connections[rank] == connection, "a seat that data does not know"
-            assert rank not in self.data.groups[name].members.departed, "a seat of somebody who has departed"
+            assert rank not in self.data.groups[name].members.departed, "a seat of a member that has departed"
         seated = {c for group in self.data.groups.values() for c in group.members.connections if c >= 0}
         departed = {g.members.connections[rank] for g in self.data.groups.values() for rank in g.members.departed}
-        assert seated - departed == set(self._seats), "somebody sits here whom nobody has let in"
+        assert seated - departed == set(self._seats), "a worker is here that was not let in"

@@ -8,7 +8,7 @@ from typing import Any, Final
 from gradserver.engine.commands import Command, Contribution, Digests, Reduce, Send
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
-from gradserver.engine.data.sifting import counting, sifted
+from gradserver.engine.data.nonfinite import counting, sifted
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Finding
 from gradserver.engine.policy import HALT, PROPAGATE

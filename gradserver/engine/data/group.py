@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from gradserver.engine.commands import Memory
-from gradserver.engine.data.collecting import Recovery
 from gradserver.engine.data.exchanges import Exchanges
 from gradserver.engine.data.learners import NOT_YET, Learners
 from gradserver.engine.data.listeners import Listeners
 from gradserver.engine.data.members import Members
+from gradserver.engine.data.recovery_state import Recovery
 from gradserver.engine.data.rounds import Hashing, Rounds
 from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
@@ -181,7 +181,7 @@ class Group:
         self.buckets_halted = self.buckets_halted or error
 
     def follow_members(self) -> None:
-        """Cut exchanges for the members that are present, whose rounds may take another time."""
+        """Cut exchanges for the members that are present. Their rounds may take another time."""
         self.table.world_size = len(self.members.present)
         self.stragglers.pace.changed()
 

@@ -13,7 +13,7 @@ An exchange lives from the first push for it to the last result:
     OPEN       push of another operation           FAILED     every contributor is told both sides
     OPEN       a missing participant departs       FAILED     every contributor is told its name
     OPEN       deadline; non-finite, which halts   FAILED     every contributor is told the culprit
-    OPEN       non-finite, by another policy       OPEN       the slices' results name it (`sifting`)
+    OPEN       non-finite, by another policy       OPEN       the slices' results name it (`nonfinite`)
     OPEN       a new plan, for a bucket            FAILED     every contributor is told
     OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
     FAILED     push of the first slice             FAILED     the sender is told
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from gradserver.engine.data import recovery
 from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete, refund
+from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
 from gradserver.engine.data.group import Group
@@ -40,7 +41,6 @@ from gradserver.engine.data.matching import admitted, checked
 from gradserver.engine.data.members import Members
 from gradserver.engine.data.membership import admit, depart, do_without, do_without_overdue, excuse, expect, reseat
 from gradserver.engine.data.quorum import close, contributed, look, next_look
-from gradserver.engine.data.wording import broken, non_finite, overdue, undecodable
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Broken, NonFinite, Reduced, Sifted, Undecodable
 from gradserver.engine.orders import (

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
-from gradserver.engine.data.collecting import Holder, Place
 from gradserver.engine.data.group import Group
+from gradserver.engine.data.recovery_state import Holder, Place
 from gradserver.engine.data.rounds import Round
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import LimitExceededError, UnexpectedMessageError

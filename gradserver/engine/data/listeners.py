@@ -21,7 +21,7 @@ class Listeners:
     backlog: int
     """Bytes that a listener may leave unread."""
     rounds: dict[int, int] = field(default_factory=dict)
-    """The first round whose results each is sent, by seat."""
+    """The first round of which each is sent the results, by seat."""
     unread: Counter[int] = field(default_factory=Counter)
     """Bytes of these that each seat has not read."""
 

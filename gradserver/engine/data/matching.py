@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradserver.engine.data.errors import abandoned, mismatch
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Run
 from gradserver.engine.data.failures import fail, forget_if_over, say_failed, tell
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.membership import changed, is_outdated, outdated
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.data.sequences import NUMBERS, place_of, sequence_of
-from gradserver.engine.data.wording import abandoned, mismatch
 from gradserver.engine.effects import Effects
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (

@@ -1,6 +1,6 @@
 """Recovery of a durable group at its data half: after a connection was lost, members say which results they hold.
 
-All that was open is void: members hold what they give until they have its result, and results until nobody present can
+All that was open is void: members hold what they give until they have its result, and results until no member can
 lack them (`gradserver.protocol.messages.recovery`). When a member returns on a new connection, all members say what
 they hold. It is the same whether the coordinator was lost with its tables or one connection broke.
 
@@ -13,7 +13,7 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     COLLECTING  Holding, the last; a member departs       PREVIOUS    R: the latest round that members are in
     COLLECTING  … and reductions of before are under way  COLLECTING  when they have ended: they may write to memory
     PREVIOUS    a member is in an earlier one than R-1    COLLECTING  it is left out, unless members can be late
-    PREVIOUS    a member lacks what nobody holds, of R-1  COLLECTING  it is left out: the others went on without it
+    PREVIOUS    a member lacks what none holds, of R-1    COLLECTING  it is left out: the others went on without it
                 or earlier
     PREVIOUS    a member lacks what others hold of these  PREVIOUS    Fetch, and with the answer Result, round by round
     PREVIOUS    none of them lacks any more               TOLD        control is to tell them that R-1 is over
@@ -21,19 +21,19 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     TOLD        Proceed                                   PRESENT
     PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
     PRESENT     the same, of collectives and transfers    PRESENT     the same
-    PRESENT     … that nobody holds, or that have failed  PRESENT     Failure to those who lack it
-    PRESENT     nobody lacks what others hold             (none)      Standing to everybody: what nobody holds is open
+    PRESENT     … that none holds, or that have failed    PRESENT     Failure to members that lack it
+    PRESENT     no member lacks what others hold          (none)      Standing to all: what none holds is open
     any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
-    any         no progress for the group's timeout       COLLECTING  who is waited for is left out
+    any         no progress for the group's timeout       COLLECTING  members that it waits for are left out
 
 Slices that are held are *settled*: members never push them, and nothing is reduced of them again.
 
 With a quorum, or with backups, members can be rounds behind. When the recovery is over, all of them hold the results of
-all rounds before R, and the same slices of R. So nobody pushes to a round before R. That R was closed for some members
-is written before anybody is told, and holds: control says it again before members go on. So the slices to which such a
-member has contributed are a prefix, and the samples in its contribution are used once. What it had given to the other
-slices it still holds, and carries over. Rounds behind R that were made before are void, at members too: no member that
-had all of R is left.
+all rounds before R, and the same slices of R. So no member pushes to a round before R. That R was closed for some
+members is written before any is told, and holds: control says it again before members go on. So the slices to which
+such a member has contributed are a prefix, and the samples in its contribution are used once. What it had given to the
+other slices it still holds, and carries over. Rounds behind R that were made before are void, at members too: no member
+that had all of R is left.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from gradserver.engine.data.abandoned import end_abandoned
-from gradserver.engine.data.collecting import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.data.failures import say_failed
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.inventory import adopt, places, said, shares
 from gradserver.engine.data.membership import left_out
 from gradserver.engine.data.quorum import note_what_counted
+from gradserver.engine.data.recovery_state import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import Recover
@@ -97,7 +97,7 @@ def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float,
     recovery = group.recovery
     if recovery is None or holding.version != recovery.version:
         if holding.version > group.order.epoch:
-            raise UnexpectedMessageError(f"a Holding of version {holding.version}, which nobody has asked for")
+            raise UnexpectedMessageError(f"a Holding of version {holding.version}, which was not asked for")
         return  # another recovery has begun meanwhile
     if seat in recovery.holders:
         raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
@@ -219,7 +219,7 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
             lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
             holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
             if lacking and not holding:
-                _leave_out(group, dict.fromkeys(lacking, f"nobody has round {number} for it any more"), effects)
+                _leave_out(group, dict.fromkeys(lacking, f"no member has round {number} for it any more"), effects)
                 return
             if lacking:
                 wanted.append(Wanted(place, lacking, holding))

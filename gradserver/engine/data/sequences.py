@@ -26,7 +26,7 @@ class Sequences:
     first_round: int = 0
     """The first round that a member can begin that has begun none."""
     restarted: bool = False
-    """Whether members once said what they hold. Then a sequence begins with any number."""
+    """True after a recovery. Then a sequence begins with any number."""
 
     def advance(self, sequence: Sequence, place: int) -> None:
         """Go on behind ``place``."""
