@@ -171,7 +171,9 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
     group.check_entered()
 
 
-@given(st.integers(1, 3), buckets, st.integers(2, 5), latenesses, fuses, happenings, happenings, joins, seeds)
+@given(
+    st.integers(1, 3), buckets, st.integers(2, 5), latenesses, fuses, happenings, happenings, joins, many_rates, seeds
+)
 @settings(max_examples=examples(15))
 def test_groups_that_wait_for_some_count_each_gradient_once(
     world: int,
@@ -182,9 +184,10 @@ def test_groups_that_wait_for_some_count_each_gradient_once(
     breaks: Happenings,
     deaths: Happenings,
     learners: Happenings,
+    rates: tuple[float, ...],
     seed: int,
 ) -> None:
-    group = LateGroup(world, [sizes], [ROUND] * count, seed, (1.0,), crashes, Policy(1, 8, lateness=lateness))
+    group = LateGroup(world, [sizes], [ROUND] * count, seed, rates, crashes, Policy(1, 8, lateness=lateness))
     plan(group, breaks, group.break_line)
     plan(group, deaths, group.kill)
     plan(group, learners, group.join)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.dtypes import UINT8
+from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
@@ -388,6 +388,18 @@ def test_a_result_can_be_fetched_when_its_collective_has_failed_at_another_shard
     assert [span.state for span in retained.spans(1)] == [State.CHANGED]
     retained.said()
     assert retained.find(collective(0), 4) is None
+
+
+def test_a_result_of_a_late_member_that_overtakes_the_agreement_stays(tape: Shards) -> None:
+    """Test a round that others end without it, before the coordinator's word that all have agreed has come."""
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), late="drop")
+    plan = simple_plan([("b0", 4)], FLOAT32)
+    session._propose(plan)
+
+    session.receive_from(1, Result(bucket(0), 0, 2.0, True, without=(1,)), (bytes(16),))
+    session.receive(Agreed(plan.hash, 0), ())
+
+    assert session.member.stragglers.backlog.has(0)
 
 
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────

@@ -101,18 +101,18 @@ class Exchanges:
         if self.inventory is not None:
             self.inventory.retained.forget_buckets(room_for(plan.nbytes))
         self.table.set_plan(plan)
-        self.expect(plan, kept)
+        self.expect(plan, kept, self._rounds.number)
 
     def busy_shards(self, part: int) -> int:
         """Give the number of shards that have a part in the rounds of bucket ``part``."""
         plan = self._rounds.plan
         return 1 if plan is None or len(self.shards) == 1 else self.table.busy_shards[plan.section_of(part).number]
 
-    def expect(self, plan: Plan, kept: Collection[int] = ()) -> None:
-        """Take what comes unasked as ``plan``'s from now on."""
+    def expect(self, plan: Plan, kept: Collection[int], first: int) -> None:
+        """Take what comes unasked as ``plan``'s from now on. Results from round ``first`` on are here already."""
         keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
         shares = (self.table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
-        self._stragglers.expect(plan, [layout.count for layout, _ in shares], kept)
+        self._stragglers.expect(plan, [layout.count for layout, _ in shares], kept, first)
 
     def adopt(self, news: Membership, new: Collection[int]) -> None:
         """Go by ``news``, in which members ``new`` are there for the first time."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import GradServerError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Operation, Stream
-from gradserver.protocol.limits import MAX_TEXT, SLICE_BYTES
+from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
 from gradserver.worker.member.effects import Effects, Lose, Tell
 from gradserver.worker.member.exchange import NO_SLICES, Exchange
@@ -241,7 +241,7 @@ class Member:
         if identity.stage is Stage.JOINING:
             self.learner.fall_behind()
             if rounds.plan is not None:
-                self.exchanges.expect(rounds.plan)  # what has come is of no use, and takes room
+                self.exchanges.expect(rounds.plan, (), MAX_COUNTER)  # what has come is of no use, and takes room
             return
         error = overrun(self.stragglers.backlog, rounds.number, number, identity.membership.rank)
         self.effects.add(Tell(Leave(error.message[:MAX_TEXT], True)))

@@ -87,9 +87,16 @@ class Stragglers:
         self._late_rounds = 0
         """Number of rounds in a row for which it was late."""
 
-    def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int] = ()) -> None:
-        """Take what comes unasked as ``plan``'s; with ``slices`` in its buckets. Buckets ``kept`` are as before."""
+    def expect(self, plan: Plan, slices: Sequence[int], kept: Collection[int], first: int) -> None:
+        """Take what comes unasked as ``plan``'s; with ``slices`` in its buckets. Buckets ``kept`` are as before.
+
+        Results from round ``first`` on stay: those of a data shard can overtake the word that the plan is agreed on.
+        """
+        before = self.backlog.all()
         self.backlog = Backlog(room_for(plan.nbytes), slices, [section.parts for section in plan.each])
+        for result, payload in before:
+            if result.key.number >= first:
+                self.backlog.put(result, payload)
         self.carry.forget(kept)
         self.failures.clear()
 
