@@ -125,7 +125,7 @@ def test_over_tcp_and_with_a_state_that_is_of_something_else() -> None:
         try:
             with (
                 connect(daemon.url, name="joiner") as worker,
-                pytest.raises(StateError, match="is not the state of a GradientExchange"),
+                pytest.raises(StateError, match="is not that of a GradientExchange"),
             ):
                 GradientExchange(worker, 1, [SIZE]).enter(lambda _: None)
         finally:
