@@ -244,6 +244,6 @@ class Reseat(RemoteOrder):
 
 
 HEEDED: Final = (Admit, Expect, Excuse, Reseat)
-"""Orders about the members of an elastic group: a data shard elsewhere reports `Heeded`, as of some `Depart`."""
+"""Orders about the membership: a data shard elsewhere reports `Heeded`, as of a `Depart` that begins an epoch."""
 Order = RemoteOrder | Attach
 """A member attaches to data halves elsewhere by itself."""

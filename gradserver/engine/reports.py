@@ -78,7 +78,7 @@ class Violation:
 @report("planned")
 @dataclass(frozen=True, slots=True)
 class Planned(RemoteReport):
-    """A shard elsewhere goes by the plan of this hash from now on."""
+    """A shard goes by the plan of this hash from now on."""
 
     group: Name
     hash: Token

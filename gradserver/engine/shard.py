@@ -29,8 +29,8 @@ from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Stop, Tick
 from gradserver.engine.link import decode_order, encode_report
-from gradserver.engine.orders import HEEDED, CloseGroup, Depart, Detach, OpenGroup, Recover, RemoteOrder, SetPlan
-from gradserver.engine.reports import Absent, Heeded, Planned, Report, Violation
+from gradserver.engine.orders import HEEDED, CloseGroup, Depart, Detach, OpenGroup, Recover
+from gradserver.engine.reports import Absent, Heeded, Report, Violation
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -162,14 +162,8 @@ class ShardEngine:
             self._detach(order, effects)
             return
         self.data.obey(order, now, effects)
-        self._answer(order, effects)
-
-    def _answer(self, order: RemoteOrder, effects: Effects) -> None:
-        """Tell workers or the coordinator what follows from an order that is carried out."""
         if isinstance(order, OpenGroup | Recover):
             self._admit_waiting(order, effects)
-        elif isinstance(order, SetPlan):
-            effects.report(Planned(order.group, order.plan.hash))
         elif isinstance(order, HEEDED) or (isinstance(order, Depart) and order.epoch):
             effects.report(Heeded(order.group))
 

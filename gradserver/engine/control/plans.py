@@ -73,8 +73,7 @@ def agree(group: Group, effects: Effects) -> None:
     if not all_alike:
         _reject_minority(group, reference, effects)
         return
-    if group.shards:
-        # A round may be over for its members, and not for us yet: what other shards report takes its time.
+    if group.shards:  # a round may be over for its members, and its reports still be on their way
         group.rounds.skip_to(max(proposal.round for proposal in group.plans.proposals.values()))
     try:
         plan = _whole(group, group.plans.proposals[reference])
@@ -87,10 +86,7 @@ def agree(group: Group, effects: Effects) -> None:
         fail_all(group, error, effects)
         effects.log(error.message, warning=True)
         return
-    if group.shards:
-        group.plans.await_shards(plan, group.shards.connections)
-    else:
-        _adopt(group, plan, effects)
+    group.plans.await_shards(plan, group.shards.all)
     group.order(SetPlan(group.name, plan, group.rounds.number), effects)
 
 
@@ -105,8 +101,11 @@ def _whole(group: Group, proposal: Proposal) -> Plan:
     return plan
 
 
-def _adopt(group: Group, plan: Plan, effects: Effects) -> None:
-    """Rounds are this plan's from now on: tell everybody."""
+def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
+    """Put the plan in force when all shards know it: members may push to any of them."""
+    plan = group.plans.confirm(source, digest)
+    if plan is None:
+        return
     journal.planned(group, plan, effects)
     group.plans.adopt(plan, group.rounds.number)
     group.shards.set_plan(plan)
@@ -114,13 +113,6 @@ def _adopt(group: Group, plan: Plan, effects: Effects) -> None:
         tell_agreed(seat.connection, plan, plan.each[-1], group.rounds.number, effects)
     effects.log(f"group {group.name!r}: plan of {plan.size}")
     learners.compare_plans(group, effects)
-
-
-def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
-    """A shard elsewhere knows the plan. Members may push to it when all do."""
-    plan = group.plans.confirm(source, digest)
-    if plan is not None:
-        _adopt(group, plan, effects)
 
 
 def _reject_minority(group: Group, reference: int, effects: Effects) -> None:

@@ -220,7 +220,7 @@ def complete(event: Event) -> None:
     report, group = event.what, event.group
     assert isinstance(report, RoundCompleted)
     recovery.note_adopted(group, report)
-    done = count_round(group, event.source, report) if group.shards else report
+    done = count_round(group, event.source, report)
     if done is not None:
         rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
 

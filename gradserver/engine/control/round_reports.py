@@ -17,7 +17,9 @@ from gradserver.protocol.exchange import ExchangeKey, Stream
 
 
 def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompleted | None:
-    """Note that shard ``source`` is done with a round; give the report of all of it, if all busy shards are done."""
+    """Note that shard ``source`` is done with a round. Return the whole round's report when all busy shards are."""
+    if not group.shards:
+        return report
     record = report.record
     group.check_round(record.round, "report")
     section = None if group.plans.plan is None else group.plans.plan.section(record.section)

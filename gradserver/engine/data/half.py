@@ -61,7 +61,7 @@ from gradserver.engine.orders import (
     SetPlan,
     Steady,
 )
-from gradserver.engine.reports import Halted, StateComes, Violation
+from gradserver.engine.reports import Halted, Planned, StateComes, Violation
 from gradserver.engine.seats import Seats
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -114,6 +114,7 @@ class Data:
                 reseat(self.groups[name], order)
             case SetPlan(name, plan, first_round):
                 self._set_plan(self.groups[name], plan, first_round, effects)
+                effects.report(Planned(name, plan.hash))
             case Depart(name, rank, error):
                 group = self.groups[name]
                 group.disturb()

@@ -48,20 +48,29 @@ class DataShards:
     hire_at: float | None = None
     partial: dict[int, dict[int, RoundCompleted]] = field(default_factory=dict)
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All shards, the coordinator's own first."""
+        return (HERE, *self.connections)
+
     def __bool__(self) -> bool:
         return bool(self.connections)
 
     def order(self, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
         """Have all data shards obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
-        for connection in self.connections:
+        for connection in self.all:
             if connection not in (but, VACANT):
-                effects.send(connection, Ordered(), (encode_order(order),))
-        if but != HERE:
-            effects.order(order)
+                self._tell(connection, order, effects)
 
     def order_one(self, place: int, order: RemoteOrder, effects: Effects) -> None:
         """Have the shard in ``place``, counted from 0, obey ``order``."""
-        effects.send(self.connections[place], Ordered(), (encode_order(order),))
+        self._tell(self.connections[place], order, effects)
+
+    def _tell(self, connection: int, order: RemoteOrder, effects: Effects) -> None:
+        if connection == HERE:
+            effects.order(order)
+        else:
+            effects.send(connection, Ordered(), (encode_order(order),))
 
     def set_up(self, table: Table, connections: Sequence[int] = (), urls: Sequence[str] = ()) -> None:
         """Have the group use these shards."""
