@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.policy import Lateness, Policy
 from tests.examples import examples
@@ -71,6 +71,7 @@ def test_lost_coordinators_and_connections_cost_no_member_anything(
 
 
 @given(worlds, buckets, rounds, fuses, happenings, happenings, sharded, seeds, preemptions)
+@example(3, [25, 17, 1], [ROUND, ROUND], [44, 57, 53], {}, {}, (0.0, 1.0), 57, 0.05)  # leaves before shards are back
 @settings(max_examples=examples(18))
 def test_lost_data_shards_cost_no_member_anything(
     world: int,
@@ -110,6 +111,7 @@ def test_members_that_are_left_lose_no_round_and_hold_the_same(
 
 
 @given(worlds, buckets, programs, fuses, happenings, happenings, many_rates, seeds)
+@example(3, [25], [ROUND, ROUND], [41], {}, {103: [0]}, (0.0, 1.0), 1)  # one member had heard the round's end before
 @settings(max_examples=examples(20))
 def test_collectives_end_the_same_for_all_or_say_why_not(
     world: int,

@@ -246,10 +246,12 @@ class Session:
         """Leave, and wait until the coordinator has heard it, and so all that was said before.
 
         A connection that is closed too early can take with it what the other side has not read yet. Other data
-        shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us.
+        shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us. In a
+        recovery a shard may have no connection to this worker yet, and nothing has been said to it.
         """
+        reached = [number for number in self._visited if not self.member.exchanges.shards[number].held]
         with suppress(GradServerError):
-            for numbers in (self._visited, [0]):
+            for numbers in (reached, [0]):
                 for number in numbers:
                     self._leaving[number] = Handle(_FAREWELL_SECONDS, self.traffic.channel)
                     self.traffic.channel.send(leave, (), number)

@@ -95,6 +95,8 @@ class Recovery:
             for result, payload in member.stragglers.backlog.all():
                 inventory.early(result, payload, member.exchanges.shard_of(result))
             number = self._round()
+            if not member.identity.membership.late:  # it is told again, and perhaps with a later epoch
+                member.rounds.announced.begin_again(number)
             taking_part = member.rounds.pushed and number == member.rounds.number
             weight = member.rounds.weight if taking_part else 0.0
             self._stands_at = self.generation, number, weight, self._section_of(number - 1)

@@ -163,9 +163,9 @@ class Control:
     ) -> None:
         """Deal with an event of a group, and with all that follows from it."""
         row = TRANSITIONS[group.state, type(what)]
-        follow = partial(self._follow, group, effects, row)
+        follow = partial(self._follow, group, effects)
         row.react(Event(self._registry, group, what, effects, follow, source, seat, payloads))
-        follow()
+        self._follow(group, effects, row)
 
     def _follow(self, group: Group, effects: Effects, row: Transition | None = None) -> None:
         """Apply rules until none applies, and note the state that the group has come to because of ``row``."""

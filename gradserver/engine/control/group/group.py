@@ -132,7 +132,7 @@ class Group:
     def change(self, order: RemoteOrder, effects: Effects, news: Membership | None = None, seat: int = -1) -> None:
         """Have all data shards obey an order about the membership. When all do, members or a learner hear of it.
 
-        The coordinator's own data half obeys within the event. So members hear of it before they get any result of that.
+        The coordinator's own data half obeys within the event. So members hear of it before they get results of that.
         """
         self.members.change(self.shards.connections, news, seat)
         self.shards.order(order, effects)
