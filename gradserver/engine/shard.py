@@ -259,7 +259,10 @@ class ShardEngine:
         if group is None or not (
             attend.epoch == group.order.epoch or (group.sequences.restarted and attend.epoch > void)
         ):
-            raise UnexpectedMessageError(f"membership {attend.epoch} of group {attend.group[:128]!r} is over")
+            over = f"membership {attend.epoch} of group {attend.group[:128]!r} is over"
+            if group is not None and group.sequences.restarted:  # the member has lost its connection meanwhile
+                raise ConnectionLostError(f"{over}: connect anew")
+            raise UnexpectedMessageError(over)
         tokens, rank = group.members.tokens, attend.rank
         token = tokens[rank] if 0 <= rank < len(tokens) else ""
         if not token or not hmac.compare_digest(token.encode(), attend.token.encode()):

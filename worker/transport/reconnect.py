@@ -46,7 +46,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     reason_of,
 )
-from gradserver.protocol.messages import Message, Place, Push
+from gradserver.protocol.messages import Leave, Message, Place, Push
 from gradserver.protocol.messages.recovery import Resumed
 from gradserver.protocol.transport.reach import reach
 from gradserver.worker.clock import Clock
@@ -130,7 +130,8 @@ class Lifeline:
             if self._closing:
                 raise ClosedError("this worker is closed")
             channel = self._channel if self._is_up else self._trying if self._introduced else None
-        if channel is None or (type(message) is Push and self.resumption.is_held(shard)):
+        is_for_open = type(message) is Push or (shard > 0 and type(message) is Leave)
+        if channel is None or (is_for_open and self.resumption.is_held(shard)):  # a shard may have no connection yet
             return
         try:
             channel.send(message, payloads, shard)
