@@ -29,7 +29,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import CREDIT_BYTES, MAX_TRANSFERS, MIB, MIN_CREDIT_BYTES, SLICE_BYTES
-from gradserver.protocol.messages import Failure, Inquire, Missing, Result
+from gradserver.protocol.messages import Failure, Inquire, Missing, Result, Scope
 from gradserver.protocol.plan import Bucket, Component, Plan
 from tests.engine_harness import (
     SEATS,
@@ -991,12 +991,15 @@ def test_a_new_plan_while_buckets_are_open_halts_the_group_and_mixes_nothing_up(
     for rank in range(2):
         harness.propose(rank, plan_of(*sizes))
 
-    failure = harness.sent(0)[-1][0]
-    assert isinstance(failure, Failure)
-    assert failure.key == bucket(0, 1)
-    error = failure.exception()
-    assert isinstance(error, OutOfStepError)
-    assert "bucket 'b1' of round 0 was open when a new plan was agreed on" in str(error)
+    failures = [message for message, _ in harness.sent(0) if isinstance(message, Failure)]
+    assert [(failure.scope, failure.key) for failure in failures] == [
+        (Scope.EXCHANGE, bucket(0, 1)),
+        (Scope.PROPOSAL, None),
+    ]
+    for failure in failures:
+        error = failure.exception()
+        assert isinstance(error, OutOfStepError)
+        assert "bucket 'b1' of round 0 was open when a new plan was agreed on" in str(error)
     assert harness.group()["state"] == "broken"
     harness.sent(1)
     harness.push(0, bucket(0, 0), bytes(4 * sizes[0]))

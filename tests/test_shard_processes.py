@@ -479,7 +479,7 @@ def test_a_worker_that_cannot_reach_a_shard_is_told_which(pair: tuple[Daemon, Sh
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         stranger.send(Enlist(url))
         assert isinstance(stranger.hear(), Enlisted)
-        with pytest.raises(CoordinatorUnreachableError, match=f"the data shard at {url} has not let this worker in"):
+        with pytest.raises(CoordinatorUnreachableError, match=f"the data shard at {url} has not accepted this worker"):
             connect(coordinator.url, 0, 1, "silent", "me", 0.5)
         silent.close()
         with pytest.raises(CoordinatorUnreachableError, match=f"no data shard of {coordinator.url} answered at {url}"):
