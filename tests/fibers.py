@@ -123,10 +123,9 @@ class Scheduler:
     def pause(self, ready: Callable[[], bool] = lambda: True, seconds: float = math.inf) -> bool:
         """Wait, as the fiber that runs, until ``ready()``, for so many seconds at most. Return whether it is."""
         fiber = self._current
-        if threading.current_thread() not in (self._test, None if fiber is None else fiber.thread):
-            time.sleep(min(seconds, _STRANGER_SECONDS))  # a thread that an earlier test of this process has left
+        if fiber is None or fiber.thread is not threading.current_thread():
+            self._check_stranger(seconds)
             return ready()
-        assert fiber is not None, "the test itself cannot wait"
         if fiber.is_killed:
             raise Killed
         fiber.ready, fiber.until = ready, self.now + seconds
@@ -135,6 +134,18 @@ class Scheduler:
         if fiber.is_killed:
             raise Killed
         return ready()
+
+    def _check_stranger(self, seconds: float) -> None:
+        """Let a thread wait that is no fiber: an earlier test of this process has left it. End a fiber that is killed.
+
+        Raises:
+            AssertionError: the test itself waits.
+        """
+        here = threading.current_thread()
+        assert here is not self._test, "the test itself cannot wait"
+        if any(fiber.thread is here for fiber in self.fibers):
+            raise Killed
+        time.sleep(min(seconds, _STRANGER_SECONDS))
 
     def preempt(self) -> None:
         """Let others run first, now and then."""
