@@ -54,6 +54,11 @@ class Effects:
         """Send ``error`` on a connection, and close it."""
         self.commands += (Send(connection, Failure.of(error, Scope.CONNECTION)), Close(connection))
 
+    def refuse(self, connection: int, error: GradServerError) -> None:
+        """Send ``error`` on a connection, close it, and log that."""
+        self.dismiss(connection, error)
+        self.log(f"connection {connection} refused: {error.message}", warning=True)
+
     def close(self, connection: int) -> None:
         """Close a connection, once what was sent on it has left."""
         self.commands.append(Close(connection))

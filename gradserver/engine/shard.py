@@ -287,8 +287,7 @@ class ShardEngine:
 
     def _refuse(self, connection: int, error: GradServerError, effects: Effects) -> None:
         """Close a connection because of ``error``, which is its own fault."""
-        effects.dismiss(connection, error)
-        effects.log(f"connection {connection} refused: {error.message}", warning=True)
+        effects.refuse(connection, error)
         self._absent(connection, error, effects)
 
     def _stop(self, reason: str, effects: Effects) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator was told about strangers: which groups they may found, and whether their data shards are taken."""
+"""Rights of strangers: which groups they may found, and whether their data shards are taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED = 8
 
 
 class Access(NamedTuple):
-    """Who may found a group or offer a data shard.
+    """Rights to found a group and to offer a data shard.
 
     Attributes:
         groups: the names under which groups may be founded; None for any.
@@ -36,7 +36,7 @@ class Access(NamedTuple):
         )
 
     def is_own_shard(self, token: str) -> bool:
-        """Whether a data shard that shows ``token`` was started by this coordinator."""
+        """Tell whether a data shard that shows ``token`` was started by this coordinator."""
         return bool(self.shard_token) and hmac.compare_digest(token.encode(), self.shard_token.encode())
 
     def check_shard(self, url: str, token: str) -> None:
@@ -49,4 +49,4 @@ class Access(NamedTuple):
 
 
 OPEN = Access()
-"""Anybody may do anything."""
+"""All rights for everybody."""

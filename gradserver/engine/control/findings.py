@@ -1,4 +1,4 @@
-"""What control says of gradients that were not finite and did not halt their group: counts, and some warnings."""
+"""Gradients that were not finite and did not halt their group: counts, and some warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLD: Final = 4
 
 @dataclass(slots=True)
 class Findings:
-    """Those of one group, since this coordinator has it.
+    """Counts of one group, since this coordinator has it.
 
     Attributes:
         rounds: in how many there were such gradients.

@@ -1,4 +1,4 @@
-"""What control does about somebody who wants to join, and about groups that form: the first rows of control's table."""
+"""Groups that form, and their applicants: the first rows of control's table."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def deadline(group: Group) -> float | None:
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell applicants whose patience has ended which workers are missing."""
+    """Tell applicants that have run out of patience which workers are missing."""
     for applicant in group.applicants.waiting:
         if applicant.deadline <= now:
             effects.evict(applicant.connection, join_timeout(group, applicant))
 
 
 def activate(registry: Registry, group: Group, effects: Effects) -> None:
-    """All are here: seat them, open the group at all data halves, and welcome everybody."""
+    """Make members of all applicants, open the group at all data halves, and welcome every member."""
     seats = _seat_all(registry, group, effects)
     order = registry.opening(group, seats, group.shards.tokens)
     journal.founded(group, effects)

@@ -91,10 +91,9 @@ class Control:
     def _take_report(self, source: int, payload: Buffer, effects: Effects) -> None:
         epoch, report = decode_report(payload, self._registry.now)
         group = self.groups.get(report.group)
-        if (
-            group is not None and group.members.founded == epoch and source in group.shards.connections
-        ):  # else it has ended meanwhile
-            self._happens(group, report, effects, source)
+        if group is None or group.members.founded != epoch or source not in group.shards.connections:
+            return  # the group that it is about has ended meanwhile
+        self._happens(group, report, effects, source)
 
     def heed(self, report: Report, now: float, effects: Effects) -> None:
         """Take a report from the coordinator's own data half."""
@@ -137,16 +136,15 @@ class Control:
             effects.send(connection, Failure.of(error, Scope.CONNECTION))
 
     def next_deadline(self) -> float | None:
-        """When the first timer fires; None when nothing waits."""
+        """Return when the first timer fires; None when nothing waits."""
         return min((at for group in self.groups.values() for at, _ in deadlines(group)), default=None)
 
     def tick(self, now: float, effects: Effects) -> None:
         """Fire the timers that are due."""
         self._registry.now = now
         for group in list(self.groups.values()):
-            for timer in [timer for at, timer in deadlines(group) if at <= now]:
-                due = timer.deadline(group)
-                if group.state is not State.ENDED and due is not None and due <= now:  # else another timer settled it
+            for at, timer in deadlines(group):  # each is looked at when the one before it has been dealt with
+                if at <= now and not group.is_ended:
                     timer.fire(self._registry, group, effects)
                     self._follow(group, effects)
 
@@ -195,15 +193,14 @@ class Control:
             self._surprises.append(f"{before} to {after}, which the row of {row.events} has not")
 
     def _evict(self, connection: int, error: GradServerError, effects: Effects, *, ended: bool = False) -> None:
-        """``error`` is this connection's own fault, and costs it the connection."""
-        effects.dismiss(connection, error)
-        effects.log(f"connection {connection} refused: {error.message}", warning=True)
+        """Take a worker's connection, as ``error`` is its own fault."""
+        effects.refuse(connection, error)
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
         why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
         self._lose(connection, Lost(why, ended=ended), effects)
 
     def _lose(self, connection: int, how: Lost, effects: Effects) -> None:
-        """The worker or the data shard on ``connection`` is gone."""
+        """Deal with the loss of the worker or the data shard on ``connection``."""
         name = self._registry.places.pop(connection, None)
         if name is not None:
             self._happens(self.groups[name], how, effects, connection)

@@ -1,4 +1,4 @@
-"""Checks of workers that want to join a group, and what an applicant is told whose patience has ended."""
+"""Checks of workers that want to join a group, and what an applicant is told that has run out of patience."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
 
 
 def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
-    """What to tell an applicant whose patience has ended: who came, and who is missing."""
+    """Return what an applicant is told that has run out of patience: which workers came, and which are missing."""
     here = ", ".join(
         f"{a.join.name!r}" + (f" (rank {a.join.rank})" if a.join.rank >= 0 else "") for a in group.applicants.waiting
     )

@@ -1,4 +1,4 @@
-"""What control has written down of groups, each before anybody is told of it."""
+"""Records that control has written of groups, each before a member is told of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gradserver.protocol.ranges import Ranges
 def founded(group: Group, effects: Effects) -> None:
     """A group is complete."""
     _first(group, Founded(group.name, group.members.world, group.timeout), effects)
-    if group.sessions.secret:
+    if group.is_durable:
         _first(group, Durable(group.name, group.sessions.secret, group.shards.table.rates), effects)
     if group.is_durable and group.policy.lateness is not None:
         _first(group, Stragglers(group.name, group.policy.lateness.keeps), effects)
@@ -45,7 +45,7 @@ def founded(group: Group, effects: Effects) -> None:
 
 
 def members(group: Group, reason: str, effects: Effects) -> None:
-    """Who is there now, since somebody came or went."""
+    """Write which members are there now, since one came or went."""
     there = tuple((rank, seat.name) for rank, seat in group.members.by_seat.items())
     _first(group, Epoch(group.name, group.members.epoch, group.rounds.number, there, reason), effects)
     if group.entering:
@@ -53,7 +53,7 @@ def members(group: Group, reason: str, effects: Effects) -> None:
 
 
 def entered(group: Group, effects: Effects) -> None:
-    """Who contributes to the open round as his first one."""
+    """Write which members and learners contribute to the open round as their first one."""
     there = tuple((seat, group.members.seats.names[seat]) for seat in group.entering)
     _first(group, Entered(group.name, group.rounds.number, there), effects)
 
@@ -98,7 +98,7 @@ def boundary(group: Group, number: int, effects: Effects) -> None:
 
 
 def reset(group: Group, effects: Effects) -> None:
-    """What lossy codecs had kept back is lost."""
+    """Write that what lossy codecs had kept back is lost."""
     _first(group, Reset(group.name, group.rounds.number), effects)
 
 
@@ -122,7 +122,7 @@ def closed(group: Group, reason: str, effects: Effects) -> None:
 def stopped(groups: dict[str, Group], error: GradServerError, effects: Effects) -> None:
     """The coordinator stops, and what it serves ends with it; unless it is durable."""
     for group in groups.values():
-        if group.begun and not group.sessions.secret:
+        if group.begun and not group.is_durable:
             closed(group, error.message, effects)
 
 

@@ -1,4 +1,4 @@
-"""What control does about workers that join a running elastic group.
+"""Learners in control: workers that join a running group.
 
     stage      event                                     next       what happens
     ─────────  ────────────────────────────────────────  ─────────  ──────────────────────────────────────────────────
@@ -328,7 +328,7 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
 
 
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
-    """Of the state at the boundary before round ``number``."""
+    """Return the transfers of the state at the boundary before round ``number``."""
     return tuple(
         joiner.transfer(seat)
         for seat, joiner in group.learners.by_seat.items()
@@ -360,7 +360,7 @@ def state_comes(group: Group, report: StateComes, now: float) -> None:
 
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:
-    """Whether one of ``seats`` is waited for while it gets the state: that is not being late."""
+    """Tell whether one of ``seats`` is waited for while it gets the state: that is not being late."""
     return any(
         seat in group.learners.by_seat and group.learners.by_seat[seat].stage is Stage.RECEIVING for seat in seats
     )
@@ -388,12 +388,12 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
 
 
 def waiting(group: Group) -> Iterable[Learner]:
-    """Those who hear of each boundary, with which their patience begins anew."""
+    """Return learners that hear of each boundary, with which their patience begins anew."""
     return [learner for learner in group.learners.by_seat.values() if learner.hears_boundaries]
 
 
 def enter(group: Group, number: int, effects: Effects) -> None:
-    """Tell those who have caught up that they contribute to round ``number``; it is written down first."""
+    """Tell learners that have caught up that they contribute to round ``number``; it is written down first."""
     told = [
         j for j in group.learners.by_seat.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered
     ]
@@ -491,7 +491,7 @@ def queue_deadline(group: Group) -> float | None:
 
 
 def queue_overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell applicants whose patience has ended that there was no seat."""
+    """Tell applicants that have run out of patience that there was no seat."""
     for applicant in group.learners.queue:
         if applicant.deadline <= now:
             what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
@@ -507,7 +507,7 @@ def deadline(group: Group) -> float | None:
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell learners whose patience has ended, or with which that of the others has."""
+    """Tell learners that have run out of patience, or with which the others have."""
     for seat, joiner in group.learners.by_seat.items():
         if joiner.deadline is None or joiner.deadline > now:
             continue
@@ -528,7 +528,7 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
 
 
 def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
-    """What to tell a learner whose state has not come in time."""
+    """Return what a learner is told when its state has not come in time."""
     waited = now - delivery.began
     why = delivery.why(now, group.call(group.learners.by_seat[seat].donor))
     return DeadlineError(

@@ -1,4 +1,4 @@
-"""What control does about data: what members ask of `gradserver.engine.lease_table`, and what a round uses up.
+"""Leases in control: what members ask of `gradserver.engine.lease_table`, and what a round uses up.
 
 event                                          what happens
 ─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────

@@ -136,7 +136,7 @@ ILLEGAL: Final[dict[tuple[State, type], str]] = {
 
 
 class Rule(NamedTuple):
-    """What is done whenever a condition holds, until the group has ended.
+    """A condition, and what is done whenever it holds, until the group has ended.
 
     An action makes its condition false, so the rules come to an end.
     """
@@ -157,9 +157,10 @@ def _break(_: Registry, group: Group, effects: Effects) -> None:
 
 
 def _can_promote(_: Registry, group: Group) -> bool:
-    if group.rounds.held is None or group.members.changes or not group.learners.by_seat:
+    held = group.rounds.held
+    if held is None or not group.learners or not rounds.is_at_boundary(group):
         return False
-    return bool(learners.contributors(group, group.rounds.held.round))
+    return bool(learners.contributors(group, held.round))
 
 
 def _promote(registry: Registry, group: Group, effects: Effects) -> None:
@@ -172,22 +173,18 @@ def _can_expect(registry: Registry, group: Group) -> bool:
 
 
 def _can_end_round(_: Registry, group: Group) -> bool:
-    if group.rounds.held is None or not rounds.is_at_boundary(group):
-        return False
-    return group.broken is not None or not group.lacks_workers
+    return rounds.is_at_boundary(group) and rounds.has_enough(group)
 
 
 def _must_pause(_: Registry, group: Group) -> bool:
-    if group.rounds.held is None or not rounds.is_at_boundary(group):
-        return False
-    return group.broken is None and group.rounds.paused is None and group.lacks_workers
+    return rounds.is_at_boundary(group) and group.rounds.paused is None and not rounds.has_enough(group)
 
 
 RULES: Final = (
     Rule(
         lambda registry, group: group.state is FORMING and group.applicants.are_enough(group.policy, registry.now),
         forming.activate,
-        "All that a forming group waits for are there, or the gathering is over.",
+        "All applicants that a forming group waits for are there, or the gathering is over.",
         "Seats, a new epoch, OpenGroup to all shards, Welcome to every member.",
     ),
     Rule(_contradicts, _break, "Two members say different things of one round.", "The group is broken."),
@@ -206,7 +203,7 @@ RULES: Final = (
     Rule(
         lambda _, group: group.members.can_tell,
         lambda registry, group, effects: rounds.tell_heeded(group, registry.credit, registry.incarnation, effects),
-        "All shards go by the next change of who is there.",
+        "All shards go by the next change of the membership.",
         "Membership to every member, or Welcome to the learner.",
     ),
     Rule(
@@ -282,13 +279,13 @@ TIMERS: Final = (
     Timer(
         shard_replacement.deadline,
         lambda _, group, effects: members.halt(group, shard_replacement.overdue(group), effects),
-        "Nobody has come in a lost data shard's place, for the group's timeout.",
+        "No process has taken a lost data shard's place, for the group's timeout.",
         "The group is broken.",
     ),
     Timer(
         shard_replacement.hire_deadline,
         lambda registry, group, effects: group.shards.hire(registry.now, effects),
-        "Nobody has come in a lost data shard's place, for another second.",
+        "No process has taken a lost data shard's place, for another second.",
         "The coordinator starts a data shard, if it can.",
     ),
     Timer(

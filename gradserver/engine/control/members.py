@@ -1,4 +1,4 @@
-"""What control does when a worker leaves, is lost or evicted, and when a group breaks or ends.
+"""Departures in control: workers that leave, are lost or evicted, and groups that break or end.
 
 What that comes to for a group is in the table of `gradserver.engine.control.machine`.
 """
@@ -20,7 +20,7 @@ _OUT_OF_DATA: Final = (
     ". If it had no batches left: give all workers equally many, with ShardSampler(uneven='pad'), wrap the loop in "
     "model.join(optimizer), or hand samples out with DataRanges"
 )
-"""What to do about a worker that has left a training before the others came to its end."""
+"""Advice about a worker that has left a training before the others came to its end."""
 
 # ── members and learners ──────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""What control does about the plans that members propose: agree on one, or say why not."""
+"""Agreement on the plans that members propose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of the journal members of one group may cause: a budget for each, which refills with time.
+"""Journal quota: bytes of the journal that members of one group may cause, a budget that refills with time.
 
     record                                       counted
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
@@ -74,7 +74,7 @@ class Account:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether nothing is left."""
+        """True if nothing is left."""
         return self.limit > 0 and self._debt > 0 and self.debt() >= self.limit
 
     def news(self) -> Spent | None:

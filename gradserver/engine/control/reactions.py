@@ -89,7 +89,7 @@ Notice = Lost | Broke | ShardLost | ShardEnlisted
 
 @dataclass(slots=True)
 class Event:
-    """What happens to one group.
+    """An event of one group.
 
     Attributes:
         what: a message, a report, or a notice.
@@ -199,7 +199,7 @@ def lose_shard(event: Event) -> None:
     what, group, effects = event.what, event.group, event.effects
     assert isinstance(what, ShardLost)
     place = group.shards.vacate(event.source)
-    if not group.sessions.secret or group.state is State.BROKEN:
+    if not group.is_durable or group.state is State.BROKEN:
         members.halt(group, what.error, effects)
         return
     recovery.promote_contributors(event.registry, group, effects)
@@ -219,7 +219,8 @@ def complete(event: Event) -> None:
     """Note that a shard is done with the round. With the last shard the round is complete."""
     report, group = event.what, event.group
     assert isinstance(report, RoundCompleted)
-    recovery.note_adopted(group, report)
+    if not report.adopted:
+        group.recovery.note_made(report.record.round)
     done = count_round(group, event.source, report)
     if done is not None:
         rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
@@ -261,7 +262,7 @@ def be_absent(event: Event) -> None:
     if occupant is None or occupant.connection < 0:
         return
     broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
-    if not (group.sessions.secret and event.source != HERE and broke):
+    if not (group.is_durable and event.source != HERE and broke):
         effects.evict(occupant.connection, report.error, ended=report.ended)
         return
     if group.shards.lacking:

@@ -13,14 +13,14 @@ from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import CutRound, Proceed, Recover
-from gradserver.engine.reports import CaughtUp, Recovered, RoundCompleted
+from gradserver.engine.reports import CaughtUp, Recovered
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.messages.recovery import Resumed
 
 
 def promote_contributors(registry: Registry, group: Group, effects: Effects) -> None:
-    """When books are opened, who contributes counts as a member: what it gave may be in results that some hold."""
+    """Make members of learners that contribute: results that others hold may have their contributions."""
     learners.promote(group, group.rounds.number, registry.next_epoch, effects)
 
 
@@ -42,20 +42,14 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
 
 
 def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects) -> None:
-    """In a group with shards elsewhere: what they find out is of one membership, and of shards that are there."""
+    """Begin a recovery anew in a group with shards elsewhere: all find out about one membership, and are there."""
     if group.shards.lacking or not group.recovery.is_open or not group.shards or group.broken is not None:
         return
     begin(registry, group, registry.next_epoch(), now, effects)
 
 
-def note_adopted(group: Group, report: RoundCompleted) -> None:
-    """Note whether a shard has made a round anew, or adopted all its results from members."""
-    if not report.adopted:
-        group.recovery.note_made(report.record.round)
-
-
 def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> None:
-    """Some have all of a round, and have yet to hear that it is over: when all shards say so."""
+    """Tell members that have all of a round and have yet to hear that it is over, when all shards say so."""
     if group.shards.lacking:
         return  # a shard was lost meanwhile, and with it this recovery: the next one begins when there is another
     _check(group, report)
@@ -73,7 +67,7 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
 
 
 def recovered(group: Group, report: Recovered, source: int, effects: Effects) -> None:
-    """Everybody goes on, as soon as all shards do.
+    """Let all members go on, as soon as all shards do.
 
     The first shard to say so tells the round. Where one has no slices, later rounds may be over before it says so.
     """

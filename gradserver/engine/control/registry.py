@@ -1,4 +1,4 @@
-"""What control knows: groups, who is in them, and data shards; and how its orders reach all data halves."""
+"""Registry of groups, of the connections in them, and of data shards."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Registry:
         return self.groups.get(self.places.get(connection, ""))
 
     def seat(self, connection: int) -> tuple[Group, int]:
-        """Where a member sits, or who joins a running group."""
+        """Return the group and the seat of a member or a learner."""
         group = self.group_of(connection)
         if group is not None and (seat := group.seat_of(connection)) >= 0:
             return group, seat
@@ -130,7 +130,7 @@ class Registry:
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
     def opening(self, group: Group, seats: tuple[Seat, ...], tokens: tuple[str, ...], shard: int = 0) -> OpenGroup:
-        """What a data half hears first of a group. ``shard`` is its place there; members show ``tokens``."""
+        """Return the first order about a group. ``shard`` is the data half's place there; members show ``tokens``."""
         policy = group.policy
         return OpenGroup(
             group.name,
@@ -145,7 +145,7 @@ class Registry:
             digests=self._digests,
             backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
             lateness=policy.lateness,
-            durable=bool(group.sessions.secret),
+            durable=group.is_durable,
             nonfinite=group.nonfinite,
             steady=is_steady(group),
         )
@@ -154,8 +154,7 @@ class Registry:
         """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""
         for connection in group.connections:
             del self.places[connection]
-            effects.dismiss(connection, error)
-            effects.log(f"connection {connection} refused: {error.message}", warning=True)
+            effects.refuse(connection, error)
         self.forget(group)
         journal.closed(group, reason, effects)
         group.order(CloseGroup(group.name), effects)

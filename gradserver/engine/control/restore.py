@@ -1,4 +1,4 @@
-"""What control does when it begins where another coordinator was lost: the groups that records speak of go on.
+"""Restart where another coordinator was lost: the groups that records speak of go on.
 
 They are durable ones, and all their members are away (`gradserver.engine.control.sessions`).
 """
@@ -95,7 +95,7 @@ def _lateness(began: Stragglers | None, policy: Policy) -> Lateness | None:
 
 
 def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
-    """Who contributed to the open round counts as a member: what it gave may be in results that others hold."""
+    """Make members of learners that contributed to the open round: results that others hold may have that."""
     new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members.by_seat}
     early = [seat for seat, name in entered.members if seat in new or group.members.by_seat[seat].name == name]
     group.members.entered_in(entered.round, early)

@@ -33,7 +33,7 @@ class DataShard:
 
 
 class Roster:
-    """Who has enlisted, by connection.
+    """Data shards that have enlisted, by connection.
 
     Args:
         entropy: gives text that nobody can guess; without it no shards are taken.
@@ -83,12 +83,12 @@ class Roster:
 
     @property
     def enlisted(self) -> int:
-        """How many of those that the coordinator has started have, so far."""
+        """Number of data shards that the coordinator has started and that have enlisted, so far."""
         return self._own
 
     @property
     def own(self) -> int:
-        """How many of those that the coordinator has started are there."""
+        """Number of data shards that the coordinator has started and that are there."""
         return sum(shard.own for shard in self.shards.values())
 
     def token(self) -> str:

@@ -25,7 +25,7 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
     section = None if group.plans.plan is None else group.plans.plan.section(record.section)
     buckets = 0 if section is None else section.size
     world = max(
-        group.members.world, len(record.weights) if group.sessions.secret else 0
+        group.members.world, len(record.weights) if group.is_durable else 0
     )  # some may be known to members only
     if len(record.weights) >= group.members.founders:
         record = _widened(record, world)  # somebody has got a seat since
@@ -60,7 +60,7 @@ def _widened(record: RoundRecord, world: int) -> RoundRecord:
 
 
 def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -> RoundRecord:
-    """Of a round of an elastic group: who counted at any shard, and where. Shards cut somebody at different slices."""
+    """Return which members counted at any shard, and where: shards cut a member at different slices."""
     given = list(zip(*(record.weights for record in reported.values()), strict=True))
     weights = tuple(map(max, given))
     cut: Counter[tuple[int, int]] = Counter()
@@ -103,7 +103,7 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
 
 
 def _not_finite(parts: Sequence[RoundRecord]) -> tuple[tuple[int, int, int, int], ...]:
-    """What was not finite at any shard: how many slices, and which was the first element."""
+    """Return what was not finite at any shard: how many slices, and which was the first element."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for seat, part, slices, first in (one for record in parts for one in record.nonfinite):
         before, earlier = found.get((seat, part), (0, first))

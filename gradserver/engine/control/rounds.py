@@ -88,7 +88,7 @@ def _begin_next(group: Group, record: RoundRecord, effects: Effects) -> None:
 
 
 def _is_written(group: Group, record: RoundRecord) -> bool:
-    """Whether those counted who are written down. Not if some results were lost, and made again without somebody."""
+    """Tell whether the members counted that are written down. Not if results were made again without one of them."""
     last = group.rounds.ledger[-1] if group.rounds.ledger else None
     if last is None or last.round != record.round:
         return False
@@ -98,7 +98,7 @@ def _is_written(group: Group, record: RoundRecord) -> bool:
 
 
 def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]]:
-    """Who gave some slices of the round only: of which buckets how many."""
+    """Return members that gave some slices of the round only: of which buckets how many."""
     if not record.cut or group.plans.plan is None:
         return {}
     given: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -129,12 +129,20 @@ def is_at_boundary(group: Group) -> bool:
     return group.rounds.held is not None and not group.members.changes
 
 
+def has_enough(group: Group) -> bool:
+    """Tell whether the round at a boundary can end: enough workers take part in the next one, or the group is broken.
+
+    Members of a broken group hear of it in what they exchange next.
+    """
+    return group.broken is not None or not group.lacks_workers
+
+
 def is_steady(group: Group) -> bool:
     """Tell whether a round can end with its last results: nothing is to be decided, or written down before it is told.
 
     With several data shards it ends with the last results of each. All members get the same results, so they agree.
     """
-    return not (group.sessions.secret or group.learners.by_seat)
+    return not (group.is_durable or group.learners.by_seat)
 
 
 def can_expect(group: Group, now: float) -> bool:
@@ -212,7 +220,7 @@ def close_round(group: Group, late: Late, effects: Effects) -> None:
 
 
 def behind(group: Group, seat: int, number: int) -> LeftOutError:
-    """What to tell a member that has left too much unread."""
+    """Return what a member is told that has left too much unread."""
     size = group.policy.backlog / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
     return group.members.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")

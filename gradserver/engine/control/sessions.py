@@ -1,4 +1,4 @@
-"""What control does about members of a durable group that are away, and come back.
+"""Sessions in control: members of a durable group that lose their connection, and come back.
 
 A member whose connection broke may come back on a new one, also to a coordinator that was started anew and knows its
 groups from records (`gradserver.engine.control.restore`). It shows the token that its Welcome brought.
@@ -34,14 +34,14 @@ from gradserver.protocol.errors import JoinRefusedError, LeftOutError, Unexpecte
 from gradserver.protocol.messages.recovery import Resume, Resumed
 
 _LOOK_SECONDS = 0.25
-"""How often to look whether the process of somebody who is away still runs, when he should be back."""
+"""Time between two looks at whether the process of a member that should be back still runs."""
 
 # ── being away ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def may_return(group: Group, seat: int) -> bool:
     """Tell whether the occupant of ``seat`` can come back when its connection has broken."""
-    return bool(group.members.by_seat and group.sessions.secret) and group.broken is None and group.is_inside(seat)
+    return bool(group.members.by_seat and group.is_durable) and group.broken is None and group.is_inside(seat)
 
 
 def detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
@@ -49,7 +49,7 @@ def detach(registry: Registry, group: Group, seat: int, reason: str, now: float,
     del registry.places[group.members.by_seat[seat].connection]
     policy = group.policy
     group.members.connect(seat, -1)
-    all_break = group.shards.connections and group.recovery.is_open  # a shard was lost: everybody makes new connections
+    all_break = group.shards and group.recovery.is_open  # a shard was lost: everybody makes new connections
     group.sessions.detach(seat, now + (policy.missing if all_break else policy.dead_after / 2))
     effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
     if group.is_deserted:
@@ -106,7 +106,7 @@ def check(group: Group | None, message: Resume) -> Group:
         if group is not None and message.seat < len(group.members.seats.names)
         else ""
     )
-    if group is None or not group.sessions.secret:
+    if group is None or not group.is_durable:
         if group is not None and name and group.broken is None:
             raise group.left_out(message.seat, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
@@ -144,30 +144,17 @@ def catch_up(registry: Registry, group: Group, effects: Effects) -> None:
 
 
 def resume(registry: Registry, group: Group, message: Resume, connection: int, now: float, effects: Effects) -> None:
-    """Attach a member that is back, on another connection, and begin a recovery if one has to."""
-    registry.places.pop(group.members.by_seat[message.seat].connection, None)
+    """Attach a member that is back, on another connection, and begin a recovery if one has to.
+
+    In a group with shards elsewhere one always has to: so it is of the same members and connections at all of them.
+    """
+    seat, generation = message.seat, registry.next_epoch()
+    before = group.members.by_seat[seat].connection
+    registry.places.pop(before, None)
     registry.places[connection] = group.name
     group.shards.miss(now)
     if not group.recovery.is_open:  # no result comes any more of what they wait for
         learners.disturb(group, effects)
-    _attach(registry, group, message, connection, registry.next_epoch(), now, effects)
-
-
-def _attach(
-    registry: Registry,
-    group: Group,
-    message: Resume,
-    connection: int,
-    version: int,
-    now: float,
-    effects: Effects,
-) -> None:
-    """Give a member its new ``connection``. If there is to be a recovery, it has the number ``version``.
-
-    In a group with shards elsewhere there always is: so it is of the same members and connections at all of them.
-    """
-    seat = message.seat
-    before = group.members.by_seat[seat].connection
     if before >= 0:
         effects.close(before)
         group.order(Detach(group.name, seat), effects)
@@ -176,19 +163,17 @@ def _attach(
     group.plans.withdraw(seat)
     turns.departed(group, seat, effects)
     effects.order(Attach(group.name, seat, connection))
-    if not group.shards.lacking and (group.shards.connections or not group.recovery.is_open):
-        recovery.begin(registry, group, version, now, effects)
+    if not group.shards.lacking and (group.shards or not group.recovery.is_open):
+        recovery.begin(registry, group, generation, now, effects)
     elif not group.shards.lacking:
         group.sessions.hurry(now + group.policy.missing)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
-    known = [news for news in group.members.news if seat in news.seats]  # of those before it had entered it never heard
-    for news in known:
-        if news.epoch > message.epoch:
+    for news in group.members.news:
+        if seat in news.seats and news.epoch > message.epoch:  # it never heard of those before it had entered
             effects.send(connection, news)
     if message.serves:
         group.learners.add_donor(seat)
     group.plans.note_known(seat, message.plan)
-    here = len(group.members.by_seat) - len(group.sessions.away)
-    effects.log(
-        f"group {group.name!r}: {group.call(seat)} is back, {here} of {len(group.members.by_seat)} workers are here"
-    )
+    count = len(group.members.by_seat)
+    here = count - len(group.sessions.away)
+    effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {count} workers are here")

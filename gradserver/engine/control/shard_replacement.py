@@ -1,4 +1,4 @@
-"""What control does when a data shard of a durable group is lost: another process takes its place.
+"""Replacement of a lost data shard of a durable group by another process.
 
 Slices of a round in flight are named by the table that the group was founded with, so that stays what it is, and with
 it the number of shards: whoever comes has the lost one's slices, and knows nothing of them. Members hold what it knew,

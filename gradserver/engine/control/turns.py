@@ -1,4 +1,4 @@
-"""What control does where several modules share a group: each round is one module's, the same at all members.
+"""Turns of several modules that share a group: each round is one module's, the same at all members.
 
     event                                          what happens
     ─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────
@@ -99,7 +99,7 @@ def departed(group: Group, seat: int, effects: Effects) -> None:
 
 
 def broken(group: Group, effects: Effects) -> None:
-    """Those who follow may not have to wait any more."""
+    """Answer members that follow and need not wait any more."""
     for number in {asked.round for asked in group.turns.following.values()}:
         _answer(group, number, effects)
 

@@ -1,4 +1,4 @@
-"""What control tells somebody who comes into a group: a founder, or whoever joins it when it has begun."""
+"""Welcome of a worker that comes into a group, as a founder or as a learner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradserver.protocol.plan import Plan, Section
 
 
 def token_of(group: Group, seat: int) -> str:
-    """What the member in ``seat`` of a durable group shows when it comes back.
+    """Return the token that the member in ``seat`` of a durable group shows when it comes back.
 
     Whoever had that seat before shows something else.
     """
@@ -42,10 +42,10 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         names=tuple(group.members.seats.names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,
-        token=token_of(group, seat) if group.sessions.secret else token,
+        token=token_of(group, seat) if group.is_durable else token,
         seats=tuple(present),
-        durable=bool(group.sessions.secret),
-        incarnation=incarnation if group.sessions.secret else 0,
+        durable=group.is_durable,
+        incarnation=incarnation if group.is_durable else 0,
         founded=group.members.founded if joins else 0,
         joins=joins,
         late=group.late_are,

@@ -48,7 +48,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Group:
-    """What control knows of one group.
+    """State of one group in the control half.
 
     Attributes:
         account: its journal quota.
@@ -250,7 +250,7 @@ class Group:
 
     @property
     def late_are(self) -> str:
-        """What becomes of contributions that come too late, in a Welcome's words; empty if all are waited for."""
+        """Rule for contributions that come too late, in a Welcome's words; empty if all are waited for."""
         lateness = self.policy.lateness
         return "" if lateness is None else "keep" if lateness.keeps else "drop"
 

@@ -24,7 +24,7 @@ _REST: Final = 9.0
 
 
 class Stage(Enum):
-    """How far one has come; the table is in `gradserver.engine.control.learners`."""
+    """Stage of a learner; the table is in `gradserver.engine.control.learners`."""
 
     ADMITTED = "admitted"
     WELCOME = "welcome"
@@ -54,16 +54,16 @@ class Delivery:
     asked: bool = False
     received: int = 0
     _since: float = 0.0
-    """When as many bytes had come as were due, the last time."""
+    """Last time at which as many bytes had come as were due."""
     _then: int = 0
-    """How many that were."""
+    """Bytes that had come then."""
 
     def begin(self, now: float) -> None:
         """Note that members were told of it."""
         self.began = now
 
     def comes(self, nbytes: int, now: float) -> None:
-        """The learner has asked for the state, or so much more of it has come."""
+        """Note that the learner has asked for the state, or that so many more bytes of it have come."""
         self.asked = True
         if nbytes and not self.received:
             self._since = now
@@ -73,7 +73,7 @@ class Delivery:
 
     @property
     def deadline(self) -> float:
-        """Until when the others wait, if nothing more comes."""
+        """Time until which the others wait, if nothing more comes."""
         if not self.asked:
             until = self.began + STATE_ASK_SECONDS
         elif not self.received:
@@ -84,7 +84,7 @@ class Delivery:
         return until if self.endless else min(until, self.began + self.seconds)
 
     def why(self, now: float, donor: str) -> str:
-        """Why the others wait no longer."""
+        """Say why the others wait no longer."""
         if not self.asked:
             return f"it did not ask for the state that {donor} was to send it"
         much = f"{self.received:,} bytes of the state of {donor} had come"
@@ -287,14 +287,14 @@ class Learners:
         """Note that a member cannot send its state."""
         self.donors.pop(seat, None)
 
-    def blame(self, donor: int) -> None:
-        """Have other donors come first the next time."""
+    def count_donation(self, donor: int) -> None:
+        """Note that a donor's turn is over: others come first the next time."""
         if donor in self.donors:
             self.donors[donor] += 1
 
     def succeed(self, learner: Learner) -> None:
         """Note that a learner has got the state."""
-        self.blame(learner.donor)
+        self.count_donation(learner.donor)
         learner.be_ready()
         self.in_vain.pop(learner.join.name, None)
 
@@ -326,4 +326,4 @@ class Learners:
         attempts, _ = recent.get(learner.join.name, (0, 0.0))
         self.in_vain = {**recent, learner.join.name: (attempts + 1, now)}
         self.waits_again = now + _REST * (now - delivery.began)
-        self.blame(learner.donor)  # it may have been the donor's fault
+        self.count_donation(learner.donor)  # it may have been its fault

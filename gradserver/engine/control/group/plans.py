@@ -110,5 +110,5 @@ class Plans:
 
     def depart(self, seat: int) -> None:
         """Forget a member."""
-        self.proposals.pop(seat, None)
-        self.unaware.discard(seat)
+        self.withdraw(seat)
+        self.tells(seat)

@@ -83,7 +83,7 @@ class DataShards:
     def set_plan(self, plan: Plan) -> None:
         """Share the buckets of ``plan`` out."""
         self.table.set_plan(plan)
-        self.partial.clear()
+        self.void()
 
     # ── lost shards ───────────────────────────────────────────────────────────────────────────────────
 
@@ -101,7 +101,7 @@ class DataShards:
     def lose(self, place: int) -> None:
         """Wait for another process in a lost shard's place. Rounds that shards have reported are void without it."""
         self.lacking.add(place)
-        self.partial.clear()
+        self.void()
 
     def miss(self, now: float) -> None:
         """Note that a member is there which needs the lacking shards."""
