@@ -11,7 +11,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
@@ -172,7 +171,7 @@ class Node:
         chance.shuffle(parts)
         data, handles = dict[int, Doubles](), {}
         for part in parts:
-            data[part] = group.given(self.uid, number, part)
+            data[part] = group.given(self.uid, number, part).copy()
             group.pushed[self.member_id, number].add(self.uid)
             handles[part] = worker.push(part, data[part], weight=group.weight(self.uid, number))
             plan = session.plan
@@ -366,6 +365,7 @@ class Group:
         """Those that run."""
         self.dead: list[Node] = []
         self.uids = 0
+        self._given: dict[tuple[int, int, int], Doubles] = {}
 
     @property
     def rounds(self) -> int:
@@ -383,8 +383,10 @@ class Group:
 
     def given(self, uid: int, number: int, part: int) -> Doubles:
         """Return what a process gives to a bucket: whole numbers, of which sums are exact."""
-        chance = np.random.default_rng([uid, number, part])
-        return chance.integers(1, 2**30, self.buckets[part]).astype(np.float64)
+        if (uid, number, part) not in self._given:
+            chance = np.random.default_rng([uid, number, part])
+            self._given[uid, number, part] = chance.integers(1, 2**30, self.buckets[part]).astype(np.float64)
+        return self._given[uid, number, part]
 
     def dawdle(self) -> None:
         """Do nothing for a while, as one of some workers. Here they are never late."""
@@ -424,8 +426,8 @@ class Group:
                 self.world.kill(node)
                 if len(self.world.ends) < self.rounds and self.uids < 20:
                     self.start(node.name, waits=node.waits)
-        inside = [node for node in self.nodes if node.is_inside or node.rank >= 0]
-        return all(node.finished or node.error is not None for node in inside)
+        under_way = (node for node in self.nodes if not node.finished and node.error is None)
+        return not any(node.rank >= 0 or node.is_inside for node in under_way)
 
     def run(self) -> None:
         """Run the program, and then let all leave."""
@@ -513,8 +515,8 @@ class Group:
         return sums or {sum(record.weights)}
 
     def _mean(self, record: RoundRecord, members: list[int], part: int, start: int, stop: int) -> Doubles:
-        """Return the exact mean of some members' contributions, rounded once."""
-        number, total = record.round, Fraction(sum(record.weights[seat] for seat in members))
+        """Return the exact mean of some members' contributions, rounded once: the sums and the total are exact."""
+        number, total = record.round, sum(record.weights[seat] for seat in members)
         if not total:
             return np.zeros(stop - start)
         sums = np.zeros(stop - start)
@@ -522,7 +524,7 @@ class Group:
             uids = [uid for uid in self.pushed[seat, number] if self.weight(uid, number) == record.weights[seat]]
             assert uids, f"member {seat} did not give that weight to round {number}"
             sums += record.weights[seat] * self.given(max(uids), number, part)[start:stop]
-        return np.array([float(Fraction(each) / total) for each in sums])
+        return sums / total
 
     def _check_states(self) -> None:
         """Check that all members have the same bits after each round."""

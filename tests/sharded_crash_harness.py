@@ -77,6 +77,8 @@ class Processes(Fused):
     """Messages from the coordinator to shards."""
     places: dict[int, int] = field(default_factory=dict)
     """The process that a `Reduce` comes from, by its identity."""
+    deadlines: dict[int, float | None] = field(default_factory=dict)
+    """When each process has something to do by itself, as of the last event that it heard of."""
     numbers: int = 1000
     """Numbers of connections and processes."""
     coming: int = 0
@@ -86,6 +88,7 @@ class Processes(Fused):
 
     def begin(self) -> None:
         words = iter(f"secret {self.incarnation} {number}" for number in range(10**6))
+        self.deadlines.pop(0, None)
         self.engine = Engine(
             self.worlds,
             self.credit,
@@ -108,6 +111,7 @@ class Processes(Fused):
     def feed_at(self, process: int, event: Event) -> list[object]:
         mind = self.minds[process] if process else self.engine
         commands = mind.handle(event, self.now) if process else self.plant(self.engine.handle(event, self.now))
+        self.deadlines[process] = mind.next_deadline()
         mind.validate()
         receivers.check(commands)
         for command in commands:
@@ -152,8 +156,8 @@ class Processes(Fused):
         return [command for process in (0, *self.minds) for command in self.feed_at(process, Tick())]
 
     def next_deadline(self) -> float | None:
-        found = [self.engine.next_deadline(), *(mind.next_deadline() for mind in self.minds.values())]
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        found = [self.deadlines.get(process) for process in (0, *self.minds)]
+        return min([deadline for deadline in found if deadline is not None], default=None)
 
     # ── shards ────────────────────────────────────────────────────────────────────────────────────────
 
