@@ -254,7 +254,7 @@ class Member:
 
 def state(transfer: Transfer, number: int, seat: int) -> Task:
     """Return the transfer of a state, which is the number of the next round."""
-    key = ExchangeKey(2, 0, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
+    key = ExchangeKey(2, 0, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
     operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 6)
     values = floats(*[number] * 6) if seat == transfer.donor else None
     return Task(key, operation, layout_of(operation, 2), values, 1.0, 0)
@@ -303,7 +303,7 @@ class Newcomer(Member):
             case RoundDone(number, _, transfers) if not self.inside:
                 self.over = number
                 for transfer in transfers:
-                    if transfer.joiner == self.seat:
+                    if transfer.learner == self.seat:
                         self.tasks = [state(transfer, number + 1, self.seat)]
                         self.number, self.listens, self.begins = transfer.number, not transfer.waits, -1
                 self.catch_up()

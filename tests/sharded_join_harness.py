@@ -107,7 +107,7 @@ class Latecomer(Spread):
             case RoundDone(number, epoch, transfers):
                 self.over, self.ended[number] = number, epoch
                 for transfer in transfers:
-                    if transfer.joiner == self.seat:
+                    if transfer.learner == self.seat:
                         task = state(transfer, number + 1, self.seat)
                         task.layout = self.spread.share(task).layout
                         self.states.append(task)

@@ -45,7 +45,7 @@ PARTS: Final[Mapping[str, tuple[Where, ...]]] = {
     **{name.lower(): ((DATA, name),) for name in ("Exchanges", "Listeners", "Sequences", "Stragglers", "Traffic")},
     **{name.lower(): ((CONTROL, name), (DATA, name)) for name in ("Learners", "Members", "Recovery", "Rounds")},
     "shards": ((CONTROL, "DataShards"),),
-    **dict.fromkeys(("learner", "joiner"), ((CONTROL, "Learner"),)),
+    "learner": ((CONTROL, "Learner"),),
     "current": ((DATA, "Round"),),
     "holder": ((DATA, "Holder"),),
 }

@@ -171,7 +171,7 @@ def test_books_that_are_opened_for_a_member_cost_a_joiner_its_state_and_no_more(
     group.join(2, "spot")
     group.round(1, (0, 1))
     (done,) = [message for message in group.told(2, SEATS) if isinstance(message, RoundDone)]
-    assert done.transfers[0].joiner == 2
+    assert done.transfers[0].learner == 2
     group.harness.lose(1)
 
     group.come_back(1, group.tokens[1])
@@ -269,7 +269,7 @@ def test_a_group_with_too_few_left_lets_in_all_waiting_workers_at_once() -> None
 
     (done,) = [message for message in group.told(0, SEATS) if isinstance(message, RoundDone)]
 
-    assert [(transfer.donor, transfer.joiner) for transfer in done.transfers] == [(0, 4), (0, 5), (0, 6)]
+    assert [(transfer.donor, transfer.learner) for transfer in done.transfers] == [(0, 4), (0, 5), (0, 6)]
     assert all(transfer.waits for transfer in done.transfers)
 
 

@@ -821,7 +821,7 @@ def test_a_donor_may_send_the_rest_of_a_state_when_two_learners_have_gone() -> N
     while harness.reduces:
         harness.answer(harness.reduces.pop(0))
     (done,) = harness.told(0, RoundDone)
-    key = ExchangeKey(Stream.TRANSFER, 0, STATE_TAG + done.transfers[0].number, 0, done.transfers[0].joiner)
+    key = ExchangeKey(Stream.TRANSFER, 0, STATE_TAG + done.transfers[0].number, 0, done.transfers[0].learner)
     operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, 3 * SLICE_BYTES)
     harness.push(0, key, bytes(SLICE_BYTES), operation=operation)
 

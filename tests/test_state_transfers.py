@@ -85,7 +85,7 @@ class Training(Harness):
 
     def half(self, told: Transfer, seat: int, line: int, index: int = 0) -> None:
         """Send one end of a part of the state."""
-        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, told.joiner)
+        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, told.learner)
         payload = np.zeros(8, np.uint8).tobytes() if seat == told.donor else None
         self.push(line, key, payload, operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 8))
 
@@ -173,10 +173,10 @@ def test_it_does_not_matter_how_soon_after_the_learner_asked_the_first_bytes_com
     """Test that without more of them it is given up as if they had been there already."""
     driven = Training()
     told = driven.begin()
-    driven.half(told, told.joiner, LEARNER)
+    driven.half(told, told.learner, LEARNER)
     driven.wait(after)
     driven.half(told, told.donor, told.donor)
-    driven.half(told, told.joiner, LEARNER, 1)
+    driven.half(told, told.learner, LEARNER, 1)
     driven.wait(STATE_STALL_SECONDS - 0.1)
     assert driven.waits()
     driven.wait(0.2 + 8 / RATE)
@@ -278,7 +278,7 @@ def test_a_listener_with_all_of_the_state_needs_its_donor_no_more(politely: bool
     driven.half(told, told.donor, told.donor)
 
     driven.leave(told.donor) if politely else driven.lose(told.donor)
-    driven.half(told, told.joiner, LEARNER)
+    driven.half(told, told.learner, LEARNER)
     driven.receive(SEATS + LEARNER, Ready(told.number))
     driven.inbox.pop(SEATS + LEARNER)
     driven.push(1 - told.donor, bucket(1), floats(1, 2, 3, 4))
@@ -296,15 +296,15 @@ def test_a_listener_that_lacks_some_of_the_state_gets_that_of_another_member() -
     driven.half(told, told.donor, told.donor)
 
     driven.lose(told.donor)
-    driven.half(told, told.joiner, LEARNER)
-    driven.half(told, told.joiner, LEARNER, 1)
+    driven.half(told, told.learner, LEARNER)
+    driven.half(told, told.learner, LEARNER, 1)
     (failure,) = driven.failures(LEARNER)
     assert isinstance(failure, WorkerLostError)
     driven.receive(SEATS + LEARNER, Enter(told.number))
     driven.push(1, bucket(1), floats(1, 2, 3, 4))
 
     (done,) = [message for message in driven.told(LEARNER, RoundDone) if message.round == 1]
-    assert done.transfers == (Transfer(told.number + 1, 1, told.joiner, False),)
+    assert done.transfers == (Transfer(told.number + 1, 1, told.learner, False),)
 
 
 @pytest.mark.parametrize("expected", [False, True])
@@ -317,7 +317,7 @@ def test_a_state_for_the_seats_former_worker_goes_nowhere(expected: bool) -> Non
     driven.enter(line=LEARNER + 1, waits=False)
     if expected:
         (other,) = driven.train()
-        assert other.joiner == told.joiner
+        assert other.learner == told.learner
 
     driven.half(told, told.donor, told.donor)
 
@@ -333,12 +333,12 @@ def test_a_state_of_the_seats_former_worker_is_not_waited_for() -> None:
     driven.enter(waits=False)
     (told,) = driven.train()
     driven.half(told, told.donor, told.donor)
-    driven.half(told, told.joiner, LEARNER)
+    driven.half(told, told.learner, LEARNER)
     driven.lose(told.donor)
     driven.inbox.clear()
 
     driven.join(SEATS + LEARNER + 1, "w0", timeout=ROUND_TIMEOUT)
-    driven.half(told, told.joiner, LEARNER, 1)
+    driven.half(told, told.learner, LEARNER, 1)
 
     (failure,) = driven.failures(LEARNER)
     assert isinstance(failure, WorkerLostError)

@@ -158,7 +158,7 @@ class Traffic:
     ) -> Handle:
         """Send, or receive into ``memory``, part ``index`` of a state; ``check_giver`` raises why it is not sent."""
         member = self.member
-        key = ExchangeKey(Stream.TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.joiner)
+        key = ExchangeKey(Stream.TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
         operation = operation_of(Kind.TRANSFER, Op.NONE, UINT8, memory.size)
         with self.mutex:
             self.check_open()

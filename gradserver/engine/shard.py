@@ -274,7 +274,7 @@ class ShardEngine:
         self._seats[connection] = attend.group, rank
         self.data.seat(attend.group, rank, connection)
         effects.send(connection, Attended())
-        if group.recovery is not None and rank in group.members.present:  # a joiner holds nothing yet
+        if group.recovery is not None and rank in group.members.present:  # a learner holds nothing yet
             effects.send(connection, Resumed(0, group.recovery.version))
 
     def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:

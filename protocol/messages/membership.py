@@ -49,7 +49,7 @@ class Membership(MessageKind):
 
 
 class Transfer(NamedTuple):
-    """The order that the member with seat ``donor`` sends its state to the one with seat ``joiner``, by its number.
+    """The order that the member with seat ``donor`` sends its state to the one with seat ``learner``, by its number.
 
     With ``waits`` the next round waits for the learner. Otherwise the learner is sent the results unasked, until it has
     caught up.
@@ -57,7 +57,7 @@ class Transfer(NamedTuple):
 
     number: Count
     donor: Rank
-    joiner: Rank
+    learner: Rank
     waits: Flag = True
 
 

@@ -69,7 +69,7 @@ class Learner:
     def heard(self, done: RoundDone, seat: int) -> list[Waiter]:
         """Note that a round is over; give the handles that wait for that."""
         for transfer in done.transfers:
-            if transfer.joiner == seat:
+            if transfer.learner == seat:
                 self.transfer, self.begins, self.behind = transfer, done.round + 1, False
         return self.give_up()
 

@@ -27,39 +27,32 @@
     any        it leaves, is lost or left out            (none)     the round goes on without it
     any        the last member goes                      (none)     WorkerLostError: nobody has the state any more
 
-So nothing that happens to a joiner, or to its donor, changes a membership or costs the others more than a wait.
+So nothing that happens to a learner, or to its donor, changes a membership or costs the others more than a wait.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from itertools import cycle
+from collections.abc import Callable, Iterable
 
-from gradserver.engine.control import journal
-from gradserver.engine.control.group import Applicant, Group
+from gradserver.engine.control import donations, journal
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.delivery import Delivery
 from gradserver.engine.control.group.group import MAX_REASON
-from gradserver.engine.control.group.learners import Delivery, Learner, Stage
-from gradserver.engine.control.welcome import tell_agreed, token_of, welcome_to
+from gradserver.engine.control.group.learners import Learner, Stage
+from gradserver.engine.control.welcome import tell_agreed, welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Seat
-from gradserver.engine.orders import Admit, Depart, Excuse, Expect, Reseat
+from gradserver.engine.orders import Depart, Excuse, Expect, Reseat
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import StateComes
-from gradserver.engine.seats import namesake, seat_for
 from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
-    JoinRefusedError,
-    JoinTimeoutError,
     LeftOutError,
     PlanMismatchError,
     UnexpectedMessageError,
-    UsageError,
     WorkerLostError,
 )
-from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
 from gradserver.protocol.messages import (
     Enter,
     Entered,
@@ -75,131 +68,39 @@ from gradserver.protocol.plan import Plan, first_difference
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> None:
-    """Give a seat to a worker that joins a group that has begun, or let it wait for one.
-
-    Raises:
-        UsageError: no member can send the state.
-        JoinRefusedError: the others have waited for it in vain too often.
-    """
-    check_can_serve(group, applicant.join.name)
-    _check_attempts(group, applicant.join.name, applicant.since)
-    group.learners.wait(applicant)
-    admit_queued(group, entropy, effects)
-    if applicant in group.learners.queue:
-        effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
-
-
-def _check_attempts(group: Group, name: str, now: float) -> None:
-    """Raise JoinRefusedError if the others have waited for ``name`` in vain too often."""
-    attempts, last = group.learners.in_vain.get(name, (0, -math.inf))
-    rest = last + STATE_REST_SECONDS - now
-    if attempts >= MAX_STATE_ATTEMPTS and rest > 0:
-        raise JoinRefusedError(
-            f"the members of group {group.name!r} waited {attempts} times for {name!r} to get the state, in vain: it "
-            f"may join again in {rest:.0f} s"
-        )
-
-
-def check_can_serve(group: Group, name: str) -> None:
-    """Raise UsageError if nobody could send its state to ``name``, or what broke the group."""
-    if group.broken is not None:
-        raise group.broken.again()
-    if _lacks_donors(group):
-        raise _no_donor(group, name)
-
-
-def _lacks_donors(group: Group) -> bool:
-    """Tell whether the group trains and none of its members can send its state."""
-    return (
-        bool(group.rounds.number)
-        and not group.learners.donors
-        and not group.sessions.away
-        and not group.recovery.is_open
-    )
-
-
-def _no_donor(group: Group, name: str) -> UsageError:
-    return UsageError(
-        f"{name!r} joins group {group.name!r} in round {group.rounds.number}, and needs the model's and the "
-        f"optimizer's state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, "
-        f"or give Worker.serve_state what to send"
-    )
-
-
-def can_admit(group: Group) -> bool:
-    """Tell whether there is a seat for one of the applicants that wait for one."""
-    taken = {*group.members.by_seat, *group.learners.by_seat}
-    names, is_full = {group.members.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
-    wanted = [applicant.join.name for applicant in group.learners.queue]
-    return any(
-        namesake(name, group.members.seats.names, taken) >= 0 if name in names else not is_full for name in wanted
-    )
-
-
-def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> None:
-    """Give free seats to the applicants that have waited longest."""
-    for applicant in list(group.learners.queue):
-        taken = {*group.members.by_seat, *group.learners.by_seat}
-        names = {group.members.seats.names[seat] for seat in taken}
-        places = group.policy.maximum
-        name = applicant.join.name
-        own = namesake(name, group.members.seats.names, taken) if name in names else -1
-        if own >= 0:  # it was called so when the group began, and is back
-            applicant.join = replace(applicant.join, name=group.members.seats.names[own])
-        elif name in names or len(taken) >= places:
-            continue
-        seat = seat_for(applicant.join, group.members.seats.names, taken, group.learners.vacant, places)
-        group.members.admit(seat, applicant.join.name)
-        token = (token_of(group, seat) if group.is_durable else entropy()) if group.shards else ""
-        learner = Learner(applicant.connection, applicant.join, token, applicant.since)
-        group.learners.admit(seat, learner)
-        occupant = Seat(applicant.connection, applicant.join.name)
-        group.change(Admit(group.name, seat, occupant, token), effects, seat=seat)
-        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds.number}")
-
-
-def _why_waits(group: Group, applicant: Applicant) -> str:
-    taken = [*group.members.by_seat, *group.learners.by_seat]
-    same = [seat for seat in taken if group.members.seats.names[seat] == applicant.join.name]
-    if same:
-        return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
-    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
-
-
 def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
     """All shards know of it."""
-    joiner = group.learners.by_seat.get(seat)
-    if joiner is None or not joiner.welcome():
+    learner = group.learners.by_seat.get(seat)
+    if learner is None or not learner.welcome():
         return
-    effects.send(joiner.connection, welcome_to(group, seat, joiner.token, credit, incarnation))
+    effects.send(learner.connection, welcome_to(group, seat, learner.token, credit, incarnation))
 
 
 # ── what they say ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
-    """A joiner has made its plan, in place of what it has proposed before or ``beside`` that."""
-    joiner = group.learners.by_seat[seat]
-    if joiner.plan is not None or joiner.stage is not Stage.WELCOME:
+    """A learner has made its plan, in place of what it has proposed before or ``beside`` that."""
+    learner = group.learners.by_seat[seat]
+    if learner.plan is not None or learner.stage is not Stage.WELCOME:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
-    joiner.propose(plan, beside, now)
+    learner.propose(plan, beside, now)
     compare_plans(group, effects)
 
 
 def compare_plans(group: Group, effects: Effects) -> None:
     """Tell those who have proposed a plan whether it is the group's, if it has one."""
-    for seat, joiner in group.learners.by_seat.items():
-        if joiner.plan is None or group.plans.plan is None:
+    for seat, learner in group.learners.by_seat.items():
+        if learner.plan is None or group.plans.plan is None:
             continue
-        if len(joiner.sections) == len(group.plans.plan.each):
+        if len(learner.sections) == len(group.plans.plan.each):
             continue  # the others may be about to wrap one more, too
-        plan = joiner.take_plan()
-        section = group.plans.plan.each[len(joiner.sections)]
+        plan = learner.take_plan()
+        section = group.plans.plan.each[len(learner.sections)]
         difference = first_difference(group.plans.plan.alone(section), plan)
         if difference is None:
-            joiner.agree(group.plans.plan.hash, section.number)
-            tell_agreed(joiner.connection, group.plans.plan, section, group.rounds.number, effects)
+            learner.agree(group.plans.plan.hash, section.number)
+            tell_agreed(learner.connection, group.plans.plan, section, group.rounds.number, effects)
             continue
         theirs, own = difference
         error = PlanMismatchError(
@@ -207,7 +108,7 @@ def compare_plans(group: Group, effects: Effects) -> None:
             f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
             f"the same way"
         )
-        effects.send(joiner.connection, Failure.of(error, Scope.PROPOSAL))
+        effects.send(learner.connection, Failure.of(error, Scope.PROPOSAL))
         effects.log(error.message, warning=True)
 
 
@@ -216,10 +117,10 @@ def outdated(group: Group) -> list[Learner]:
     here = "" if group.plans.plan is None else group.plans.plan.hash
     numbers = [] if group.plans.plan is None else [section.number for section in group.plans.plan.each]
     return [
-        joiner
-        for joiner in group.learners.by_seat.values()
-        if joiner.agreed not in ("", here)
-        and (joiner.stage is not Stage.WELCOME or list(joiner.sections) != numbers[: len(joiner.sections)])
+        learner
+        for learner in group.learners.by_seat.values()
+        if learner.agreed not in ("", here)
+        and (learner.stage is not Stage.WELCOME or list(learner.sections) != numbers[: len(learner.sections)])
     ]
 
 
@@ -239,39 +140,39 @@ def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, 
         case StateFailed(number, reason) if seat in group.members.by_seat:
             group.learners.remove_donor(seat)
             effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
-            _excuse_all(group, lambda joiner: joiner.number == number and joiner.donor == seat, effects)
-        case Enter(failed, waits) if (joiner := group.learners.by_seat.get(seat)) is not None and joiner.agreed:
-            check_can_serve(group, joiner.join.name)
-            _check_sections(group, joiner)
-            if joiner.number == failed:
-                group.learners.wait_in_vain(joiner, now)
-            _check_attempts(group, joiner.join.name, now)
-            joiner.wait(waits, now)
-            _excuse_all(group, lambda other: other is joiner and other.number == failed, effects)
-        case Ready(number) if (joiner := group.learners.by_seat.get(seat)) is not None:
-            if joiner.stage is Stage.RECEIVING and joiner.number == number:
-                group.learners.succeed(joiner)
-                if not joiner.listens:
-                    enter(group, joiner.round, effects)
+            _excuse_all(group, lambda learner: learner.number == number and learner.donor == seat, effects)
+        case Enter(failed, waits) if (learner := group.learners.by_seat.get(seat)) is not None and learner.agreed:
+            donations.check_can_serve(group, learner.join.name)
+            _check_sections(group, learner)
+            if learner.number == failed:
+                group.learners.wait_in_vain(learner, now)
+            donations.check_attempts(group, learner.join.name, now)
+            learner.wait(waits, now)
+            _excuse_all(group, lambda other: other is learner and other.number == failed, effects)
+        case Ready(number) if (learner := group.learners.by_seat.get(seat)) is not None:
+            if learner.stage is Stage.RECEIVING and learner.number == number:
+                group.learners.succeed(learner)
+                if not learner.listens:
+                    enter(group, learner.round, effects)
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
 
 
-def _check_sections(group: Group, joiner: Learner) -> None:
-    """Raise PlanMismatchError unless ``joiner`` has all modules that the others train."""
-    here, there = len(joiner.sections), 0 if group.plans.plan is None else len(group.plans.plan.each)
+def _check_sections(group: Group, learner: Learner) -> None:
+    """Raise PlanMismatchError unless ``learner`` has all modules that the others train."""
+    here, there = len(learner.sections), 0 if group.plans.plan is None else len(group.plans.plan.each)
     if here != there:
         raise PlanMismatchError(
-            f"group {group.name!r} trains {there} modules, and {joiner.join.name!r}, who wants to join, has wrapped "
+            f"group {group.name!r} trains {there} modules, and {learner.join.name!r}, who wants to join, has wrapped "
             f"{here}: it must wrap the same ones in the same order before it enters"
         )
 
 
 def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects) -> None:
     """Have learners that do not get the state now wait for the next donor, and nobody for them."""
-    for seat, joiner in group.learners.by_seat.items():
-        if joiner.stage is Stage.RECEIVING and which(joiner):
-            joiner.excuse()
+    for seat, learner in group.learners.by_seat.items():
+        if learner.stage is Stage.RECEIVING and which(learner):
+            learner.excuse()
             group.change(Excuse(group.name, seat), effects)
 
 
@@ -280,33 +181,7 @@ def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects
 
 def caught_up(group: Group) -> list[int]:
     """Return the seats of learners that have caught up with the others."""
-    return [seat for seat, joiner in group.learners.by_seat.items() if joiner.stage is Stage.READY]
-
-
-def donations(group: Group, now: float) -> dict[int, int]:
-    """Return which donor sends its state to which learner from the next round on, by the learner's seat.
-
-    A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
-    results came, if there is to be no backlog, or if there are too few others.
-    """
-    waiting = [seat for seat, joiner in group.learners.by_seat.items() if joiner.stage is Stage.WAITING]
-    if not waiting:
-        return {}
-    free = sorted(group.learners.donors, key=lambda seat: (group.learners.donors[seat], seat))
-    if group.lacks_workers:  # no round is open meanwhile, so that one donor may serve several
-        donors: Iterator[int] = cycle(free)
-    else:
-        busy = {joiner.donor for joiner in group.learners.by_seat.values()}
-        donors = iter([seat for seat in free if seat not in busy])
-    may = [
-        seat for seat in waiting if group.lacks_workers or _listens(group, seat) or now >= group.learners.waits_again
-    ]
-    return dict(zip(may, donors, strict=False))
-
-
-def _listens(group: Group, seat: int) -> bool:
-    """Tell whether a learner gets the state while the others go on."""
-    return not (group.lacks_workers or group.learners.by_seat[seat].waits or not group.policy.backlog)
+    return [seat for seat, learner in group.learners.by_seat.items() if learner.stage is Stage.READY]
 
 
 def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
@@ -314,13 +189,13 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
     policy, listen, expected = group.policy, list[int](), caught_up(group)
     for seat in expected:
         group.learners.by_seat[seat].contribute(record.round + 1)
-    given, few = donations(group, now), group.lacks_workers
-    listens = {seat: _listens(group, seat) for seat in given}
+    given, few = donations.due(group, now), group.lacks_workers
+    listens = {seat: donations.listens(group, seat) for seat in given}
     for seat, donor in given.items():
-        joiner = group.learners.by_seat[seat]
+        learner = group.learners.by_seat[seat]
         delivery = None if listens[seat] else Delivery(policy.state_seconds, policy.state_rate, few)
-        joiner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
-        (listen if joiner.listens else expected).append(seat)
+        learner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
+        (listen if learner.listens else expected).append(seat)
     for seats, listening in ((expected, False), (listen, True)):
         if seats:
             numbers = tuple(group.learners.by_seat[seat].number for seat in seats)
@@ -330,17 +205,17 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     """Return the transfers of the state at the boundary before round ``number``."""
     return tuple(
-        joiner.transfer(seat)
-        for seat, joiner in group.learners.by_seat.items()
-        if joiner.stage is Stage.RECEIVING and joiner.round == number
+        learner.transfer(seat)
+        for seat, learner in group.learners.by_seat.items()
+        if learner.stage is Stage.RECEIVING and learner.round == number
     )
 
 
 def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
     """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
     for transfer in told:
-        delivery = group.learners.by_seat[transfer.joiner].delivery
-        who, donor = group.call(transfer.joiner), group.call(transfer.donor)
+        delivery = group.learners.by_seat[transfer.learner].delivery
+        who, donor = group.call(transfer.learner), group.call(transfer.donor)
         if delivery is None:
             what = f"{donor} sends its state to {who}, and nobody waits for that"
         else:
@@ -352,11 +227,11 @@ def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
     """So much of its state has come to a learner."""
-    joiner = group.learners.by_seat.get(report.rank)
-    if joiner is None or joiner.delivery is None:
+    learner = group.learners.by_seat.get(report.rank)
+    if learner is None or learner.delivery is None:
         return
-    if (joiner.number, joiner.donor) == (report.number, report.donor):
-        joiner.delivery.comes(report.nbytes, now)
+    if (learner.number, learner.donor) == (report.number, report.donor):
+        learner.delivery.comes(report.nbytes, now)
 
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:
@@ -369,7 +244,7 @@ def awaits_state(group: Group, seats: Iterable[int]) -> bool:
 def contributors(group: Group, number: int) -> dict[int, Learner]:
     """Return learners that contribute to round ``number``, by seat."""
     return {
-        seat: joiner for seat, joiner in group.learners.by_seat.items() if joiner.entered and joiner.round <= number
+        seat: learner for seat, learner in group.learners.by_seat.items() if learner.entered and learner.round <= number
     }
 
 
@@ -380,16 +255,11 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
         return
     for seat in entered:
         group.learners.promote(seat)
-    seats = {seat: Seat(joiner.connection, joiner.join.name) for seat, joiner in entered.items()}
+    seats = {seat: Seat(learner.connection, learner.join.name) for seat, learner in entered.items()}
     what = group.members.promote(seats, number, epoch())
     news = group.news(what, False, effects)
     journal.members(group, what, effects)
     group.change(Reseat(group.name, group.members.epoch, group.members.seats.present), effects, news)
-
-
-def waiting(group: Group) -> Iterable[Learner]:
-    """Return learners that hear of each boundary, with which their patience begins anew."""
-    return [learner for learner in group.learners.by_seat.values() if learner.hears_boundaries]
 
 
 def enter(group: Group, number: int, effects: Effects) -> None:
@@ -397,36 +267,27 @@ def enter(group: Group, number: int, effects: Effects) -> None:
     told = [
         j for j in group.learners.by_seat.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered
     ]
-    for joiner in told:
-        joiner.enter()
-        effects.send(joiner.connection, Entered(number))
+    for learner in told:
+        learner.enter()
+        effects.send(learner.connection, Entered(number))
     if told:
         journal.entered(group, effects)
 
 
 def fell_behind(group: Group, seat: int, effects: Effects) -> bool:
     """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
-    joiner = group.learners.by_seat[seat]
-    if joiner.stage is not Stage.RECEIVING:
+    learner = group.learners.by_seat[seat]
+    if learner.stage is not Stage.RECEIVING:
         return False
-    joiner.fall_behind()
-    _excuse_all(group, lambda other: other is joiner, effects)
+    learner.fall_behind()
+    _excuse_all(group, lambda other: other is learner, effects)
     return True
-
-
-def hopeless(group: Group) -> list[Learner]:
-    """Return learners that wait for the state, if no member can send its own, now or soon."""
-    if not _lacks_donors(group):
-        return []
-    stuck = [joiner for joiner in group.learners.by_seat.values() if joiner.stage is Stage.WAITING]
-    coming = (joiner for joiner in waiting(group) if joiner.stage is not Stage.WAITING)
-    return [] if any(joiner.serves for joiner in coming) else stuck
 
 
 def evict_hopeless(group: Group, effects: Effects) -> None:
     """Tell learners that no member can send them the state."""
-    for joiner in hopeless(group):
-        _evict_without_blame([joiner], _no_donor(group, joiner.join.name), effects)
+    for learner in donations.hopeless(group):
+        _evict_without_blame([learner], donations.no_donor(group, learner.join.name), effects)
 
 
 # ── going ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -435,12 +296,12 @@ def evict_hopeless(group: Group, effects: Effects) -> None:
 def lost_donor(group: Group, seat: int, effects: Effects) -> None:
     """Have learners that were to get the state of a lost member get that of another one.
 
-    A joiner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
+    A learner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
     others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
     """
     told = group.rounds.number if group.rounds.held is None else group.rounds.held.round
     group.learners.lose_donor(seat, group.members.epoch, told)
-    _excuse_all(group, lambda joiner: joiner.donor == seat, effects)
+    _excuse_all(group, lambda learner: learner.donor == seat, effects)
 
 
 def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
@@ -470,61 +331,46 @@ def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
         f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
         f"whoever was about to join has to begin anew"
     )
-    here = (
-        group.learners.by_seat.values() if all_of_them else [j for j in waiting(group) if j.stage is not Stage.WAITING]
-    )
-    _evict_without_blame([joiner for joiner in here if not joiner.entered], error, effects)
+    everybody = group.learners.by_seat.values()
+    here = everybody if all_of_them else [j for j in group.learners.hearing if j.stage is not Stage.WAITING]
+    _evict_without_blame([learner for learner in here if not learner.entered], error, effects)
 
 
-def _evict_without_blame(joiners: Iterable[Learner], error: GradServerError, effects: Effects) -> None:
+def _evict_without_blame(learners: Iterable[Learner], error: GradServerError, effects: Effects) -> None:
     """Evict learners, and not because the others have waited for them in vain."""
-    for joiner in joiners:
-        joiner.await_nobody()
-        effects.evict(joiner.connection, error)
-
-
-def queue_deadline(group: Group) -> float | None:
-    """Return when the patience of the first applicant ends that waits for a seat."""
-    if not group.learners.queue:
-        return None
-    return min(applicant.deadline for applicant in group.learners.queue)
-
-
-def queue_overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell applicants that have run out of patience that there was no seat."""
-    for applicant in group.learners.queue:
-        if applicant.deadline <= now:
-            what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
-            effects.evict(applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant)))
+    for learner in learners:
+        learner.await_nobody()
+        effects.evict(learner.connection, error)
 
 
 def deadline(group: Group) -> float | None:
     """Return when the patience of the first learner ends, or that of the others with it."""
     if not group.learners.by_seat:
         return None
-    found = [joiner.deadline for joiner in group.learners.by_seat.values()]
+    found = [learner.deadline for learner in group.learners.by_seat.values()]
     return min((at for at in found if at is not None), default=None)
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell learners that have run out of patience, or with which the others have."""
-    for seat, joiner in group.learners.by_seat.items():
-        if joiner.deadline is None or joiner.deadline > now:
+    for seat, learner in group.learners.by_seat.items():
+        if learner.deadline is None or learner.deadline > now:
             continue
-        if joiner.delivery is not None:
-            effects.evict(joiner.connection, _too_slow(group, seat, joiner.delivery, now))
+        if learner.delivery is not None:
+            effects.evict(learner.connection, _too_slow(group, seat, learner.delivery, now))
         else:
             what = (
                 f"to agree on a plan ({group.calls(group.members.by_seat)})"
-                if joiner.plan is not None
+                if learner.plan is not None
                 else (f"to end round {group.rounds.number}, so that it can join ({group.calls(group.members.by_seat)})")
             )
             error = DeadlineError(
-                f"{joiner.join.name!r} waited {joiner.join.timeout:g} s for the members of group {group.name!r} {what}",
+                f"{learner.join.name!r} waited {learner.join.timeout:g} s for the members of group {group.name!r} "
+                f"{what}",
                 missing=tuple(group.call(seat) for seat in group.members.by_seat),
                 round=group.rounds.number,
             )
-            effects.evict(joiner.connection, error)
+            effects.evict(learner.connection, error)
 
 
 def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from gradserver.engine.control import (
+    admissions,
+    donations,
     forming,
     learners,
     members,
@@ -195,8 +197,8 @@ RULES: Final = (
         "Used data is committed, and the round is written down. It is over if its last results said so.",
     ),
     Rule(
-        lambda _, group: bool(group.learners.queue) and learners.can_admit(group),
-        lambda registry, group, effects: learners.admit_queued(group, registry.roster.token, effects),
+        lambda _, group: bool(group.learners.queue) and admissions.can_admit(group),
+        lambda registry, group, effects: admissions.admit_queued(group, registry.roster.token, effects),
         "There is a seat for an applicant that waits for one.",
         "It is a learner: Admit to all shards.",
     ),
@@ -243,7 +245,7 @@ RULES: Final = (
         "It has to join again.",
     ),
     Rule(
-        lambda _, group: bool(group.learners) and bool(learners.hopeless(group)),
+        lambda _, group: bool(group.learners) and bool(donations.hopeless(group)),
         lambda _, group, effects: learners.evict_hopeless(group, effects),
         "A learner waits for the state, and no member can send it, now or soon.",
         "It is told so.",
@@ -295,8 +297,8 @@ TIMERS: Final = (
         "DeadlineError to every member, and the group ends.",
     ),
     Timer(
-        learners.queue_deadline,
-        lambda registry, group, effects: learners.queue_overdue(group, registry.now, effects),
+        admissions.queue_deadline,
+        lambda registry, group, effects: admissions.queue_overdue(group, registry.now, effects),
         "The patience of an applicant that waits for a seat ends.",
         "It is told that there was none.",
     ),

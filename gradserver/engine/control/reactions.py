@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradserver.engine.control import (
+    admissions,
     forming,
     learners,
     leases,
@@ -125,7 +126,7 @@ def come(event: Event) -> None:
     if group.state is State.FORMING:
         forming.arrive(group, applicant, event.effects)
     else:
-        learners.arrive(group, applicant, registry.roster.token, event.effects)
+        admissions.arrive(group, applicant, registry.roster.token, event.effects)
     registry.places[event.source] = group.name
 
 

@@ -37,7 +37,7 @@ class Registry:
 
     Attributes:
         groups: by name.
-        places: the group that each connection has joined, as applicant, joiner or member.
+        places: the group that each connection has joined, as applicant, learner or member.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
     """

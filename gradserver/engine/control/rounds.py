@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from gradserver.engine.control import journal, learners, leases, turns
+from gradserver.engine.control import donations, journal, learners, leases, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.effects import Effects
@@ -153,7 +153,7 @@ def can_expect(group: Group, now: float) -> bool:
     """
     if group.rounds.held_again and not group.lacks_workers:
         return False
-    return bool(learners.caught_up(group) or learners.donations(group, now))
+    return bool(learners.caught_up(group) or donations.due(group, now))
 
 
 def expect(group: Group, now: float, effects: Effects) -> None:
@@ -185,9 +185,9 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
     learners.deliver(group, done.transfers, now, effects)
     for member in group.members.by_seat.values():
         effects.send(member.connection, done)
-    for joiner in learners.waiting(group):
-        joiner.hear_boundary(record.completed)
-        effects.send(joiner.connection, done)
+    for learner in group.learners.hearing:
+        learner.hear_boundary(record.completed)
+        effects.send(learner.connection, done)
     if is_steady(group):
         group.order(Steady(group.name), effects)
 

@@ -1,0 +1,86 @@
+"""Applicants of a group that trains: each waits for a seat, and with it is a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from gradserver.engine.control.donations import check_attempts, check_can_serve
+from gradserver.engine.control.group import Applicant, Group
+from gradserver.engine.control.group.learners import Learner
+from gradserver.engine.control.welcome import token_of
+from gradserver.engine.effects import Effects
+from gradserver.engine.order_fields import Seat
+from gradserver.engine.orders import Admit
+from gradserver.engine.seats import namesake, seat_for
+from gradserver.protocol.errors import JoinTimeoutError
+
+
+def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> None:
+    """Give a seat to a worker that joins a group that has begun, or let it wait for one.
+
+    Raises:
+        UsageError: no member can send the state.
+        JoinRefusedError: the others have waited for it in vain too often.
+    """
+    check_can_serve(group, applicant.join.name)
+    check_attempts(group, applicant.join.name, applicant.since)
+    group.learners.wait(applicant)
+    admit_queued(group, entropy, effects)
+    if applicant in group.learners.queue:
+        effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
+
+
+def can_admit(group: Group) -> bool:
+    """Tell whether there is a seat for one of the applicants that wait for one."""
+    taken = {*group.members.by_seat, *group.learners.by_seat}
+    names, is_full = {group.members.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
+    wanted = [applicant.join.name for applicant in group.learners.queue]
+    return any(
+        namesake(name, group.members.seats.names, taken) >= 0 if name in names else not is_full for name in wanted
+    )
+
+
+def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> None:
+    """Give free seats to the applicants that have waited longest."""
+    for applicant in list(group.learners.queue):
+        taken = {*group.members.by_seat, *group.learners.by_seat}
+        names = {group.members.seats.names[seat] for seat in taken}
+        places = group.policy.maximum
+        name = applicant.join.name
+        own = namesake(name, group.members.seats.names, taken) if name in names else -1
+        if own >= 0:  # it was called so when the group began, and is back
+            applicant.join = replace(applicant.join, name=group.members.seats.names[own])
+        elif name in names or len(taken) >= places:
+            continue
+        seat = seat_for(applicant.join, group.members.seats.names, taken, group.learners.vacant, places)
+        group.members.admit(seat, applicant.join.name)
+        token = (token_of(group, seat) if group.is_durable else entropy()) if group.shards else ""
+        learner = Learner(applicant.connection, applicant.join, token, applicant.since)
+        group.learners.admit(seat, learner)
+        occupant = Seat(applicant.connection, applicant.join.name)
+        group.change(Admit(group.name, seat, occupant, token), effects, seat=seat)
+        effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds.number}")
+
+
+def _why_waits(group: Group, applicant: Applicant) -> str:
+    taken = [*group.members.by_seat, *group.learners.by_seat]
+    same = [seat for seat in taken if group.members.seats.names[seat] == applicant.join.name]
+    if same:
+        return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
+    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
+
+
+def queue_deadline(group: Group) -> float | None:
+    """Return when the patience of the first applicant ends that waits for a seat."""
+    if not group.learners.queue:
+        return None
+    return min(applicant.deadline for applicant in group.learners.queue)
+
+
+def queue_overdue(group: Group, now: float, effects: Effects) -> None:
+    """Tell applicants that have run out of patience that there was no seat."""
+    for applicant in group.learners.queue:
+        if applicant.deadline <= now:
+            what = f"{applicant.join.name!r} waited {applicant.join.timeout:g} s for a seat: "
+            effects.evict(applicant.connection, JoinTimeoutError(what + _why_waits(group, applicant)))

@@ -1,0 +1,83 @@
+"""Donations: which member sends its state to which learner, whether the others wait for that, and for how often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import cycle
+
+from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.learners import Learner, Stage
+from gradserver.protocol.errors import JoinRefusedError, UsageError
+from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
+
+
+def due(group: Group, now: float) -> dict[int, int]:
+    """Return which donor sends its state to which learner from the next round on, by the learner's seat.
+
+    A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
+    results came, if there is to be no backlog, or if there are too few others.
+    """
+    waiting = [seat for seat, learner in group.learners.by_seat.items() if learner.stage is Stage.WAITING]
+    if not waiting:
+        return {}
+    free = sorted(group.learners.donors, key=lambda seat: (group.learners.donors[seat], seat))
+    if group.lacks_workers:  # no round is open meanwhile, so that one donor may serve several
+        donors: Iterator[int] = cycle(free)
+    else:
+        busy = {learner.donor for learner in group.learners.by_seat.values()}
+        donors = iter([seat for seat in free if seat not in busy])
+    may = [seat for seat in waiting if group.lacks_workers or listens(group, seat) or now >= group.learners.waits_again]
+    return dict(zip(may, donors, strict=False))
+
+
+def listens(group: Group, seat: int) -> bool:
+    """Tell whether a learner gets the state while the others go on."""
+    return not (group.lacks_workers or group.learners.by_seat[seat].waits or not group.policy.backlog)
+
+
+def check_attempts(group: Group, name: str, now: float) -> None:
+    """Raise JoinRefusedError if the others have waited for ``name`` in vain too often."""
+    attempts, last = group.learners.in_vain.get(name, (0, -math.inf))
+    rest = last + STATE_REST_SECONDS - now
+    if attempts >= MAX_STATE_ATTEMPTS and rest > 0:
+        raise JoinRefusedError(
+            f"the members of group {group.name!r} waited {attempts} times for {name!r} to get the state, in vain: it "
+            f"may join again in {rest:.0f} s"
+        )
+
+
+def check_can_serve(group: Group, name: str) -> None:
+    """Raise UsageError if no member could send its state to ``name``, or what broke the group."""
+    if group.broken is not None:
+        raise group.broken.again()
+    if lacks_donors(group):
+        raise no_donor(group, name)
+
+
+def lacks_donors(group: Group) -> bool:
+    """Tell whether the group trains and none of its members can send its state."""
+    return (
+        bool(group.rounds.number)
+        and not group.learners.donors
+        and not group.sessions.away
+        and not group.recovery.is_open
+    )
+
+
+def no_donor(group: Group, name: str) -> UsageError:
+    """Return what ``name`` is told when no member can send the state."""
+    return UsageError(
+        f"{name!r} joins group {group.name!r} in round {group.rounds.number}, and needs the model's and the "
+        f"optimizer's state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, "
+        f"or give Worker.serve_state what to send"
+    )
+
+
+def hopeless(group: Group) -> list[Learner]:
+    """Return learners that wait for the state, if no member can send its own, now or soon."""
+    if not lacks_donors(group):
+        return []
+    stuck = [learner for learner in group.learners.by_seat.values() if learner.stage is Stage.WAITING]
+    coming = (learner for learner in group.learners.hearing if learner.stage is not Stage.WAITING)
+    return [] if any(learner.serves for learner in coming) else stuck
