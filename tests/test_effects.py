@@ -7,7 +7,7 @@ from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import CloseGroup
 from gradserver.engine.records import Closed, Round, RoundRecord
-from gradserver.engine.reports import Heeded
+from gradserver.engine.reports import Applied
 from gradserver.protocol.errors import UsageError
 from gradserver.protocol.messages import Failure, Leave, Scope
 
@@ -57,6 +57,29 @@ def test_a_decision_is_written_before_the_round_that_it_follows_from() -> None:
     assert effects.commands == [Record(record(1)), Record(record(2)), Record(done)]
 
 
+def test_news_stands_before_what_the_data_half_sends_when_it_obeys() -> None:
+    effects = Effects()
+    effects.send(1, LEAVE)
+    effects.order(CloseGroup("g"))
+    assert effects.take_orders()
+    effects.log("a result")
+    effects.journal(record(1))
+    effects.announce(1, LEAVE)
+    effects.announce(2, LEAVE)
+    effects.send(3, LEAVE)
+
+    news = [Send(1, LEAVE), Send(2, LEAVE)]
+    assert effects.commands == [Record(record(1)), Send(1, LEAVE), *news, Log("a result"), Send(3, LEAVE)]
+
+
+def test_news_of_an_event_without_orders_is_sent_in_its_turn() -> None:
+    effects = Effects()
+    effects.send(1, LEAVE)
+    effects.announce(2, LEAVE)
+
+    assert effects.commands == [Send(1, LEAVE), Send(2, LEAVE)]
+
+
 def test_a_connection_is_told_why_it_is_closed() -> None:
     effects = Effects()
     error = UsageError("no")
@@ -68,8 +91,8 @@ def test_a_connection_is_told_why_it_is_closed() -> None:
 def test_orders_and_reports_are_taken_once() -> None:
     effects = Effects()
     effects.order(CloseGroup("g"))
-    effects.report(Heeded("g"))
+    effects.report(Applied("g", 1))
 
     assert (effects.take_orders(), effects.take_orders()) == ([CloseGroup("g")], [])
-    assert (effects.take_reports(), effects.take_reports()) == ([Heeded("g")], [])
+    assert (effects.take_reports(), effects.take_reports()) == ([Applied("g", 1)], [])
     assert effects.commands == []

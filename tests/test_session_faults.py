@@ -18,7 +18,7 @@ from gradserver.engine.commands import Command, Record, Reduce, Send
 from gradserver.engine.control import restore
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.events import Event
-from gradserver.engine.orders import RemoteOrder, Reseat
+from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch, Round
 from gradserver.engine.shard import ShardEngine
@@ -213,7 +213,7 @@ def _a_shard_knows_no_epoch(patch: pytest.MonkeyPatch) -> None:
     right = restore.reopen
 
     def wrong(registry: Any, group: Any, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
-        right(registry, group, lambda one: None if isinstance(one, Reseat) else order(one), shard)
+        right(registry, group, lambda one: None if isinstance(one, Configure) else order(one), shard)
 
     patch.setattr("gradserver.engine.control.shard_replacement.reopen", wrong)
 

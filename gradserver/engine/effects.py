@@ -29,7 +29,8 @@ class Effects:
     """Effects of one event, in the order in which they are carried out.
 
     A decision is written before any member is told of it: `journal` puts its record in front of all that this event has
-    said so far. What data halves have done is written behind what they have said of it: `journal_behind`.
+    said so far. What data halves have done is written behind what they have said of it: `journal_behind`. Members hear
+    of a membership before they get results of it: `announce` puts that in front of what the data half sends.
 
     Attributes:
         commands: for the runtime.
@@ -38,17 +39,27 @@ class Effects:
         evictions: connections that control takes from their workers, each with the reason.
     """
 
-    __slots__ = ("commands", "evictions", "orders", "reports")
+    __slots__ = ("_obeyed_at", "commands", "evictions", "orders", "reports")
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
         self.orders: list[Order] = []
         self.reports: list[Report] = []
         self.evictions: list[Eviction] = []
+        self._obeyed_at = -1
+        """Place in the commands where the data half began to obey orders; -1 if it has obeyed none."""
 
     def send(self, connection: int, message: Message, payloads: Sequence[Buffer] = _NO_PAYLOADS) -> None:
         """Send a message on a connection."""
         self.commands.append(Send(connection, message, payloads))
+
+    def announce(self, connection: int, message: Message) -> None:
+        """Send a message in front of what the data half has sent when it obeyed the latest orders."""
+        if self._obeyed_at < 0:
+            self.send(connection, message)
+            return
+        self.commands.insert(self._obeyed_at, Send(connection, message, _NO_PAYLOADS))
+        self._obeyed_at += 1
 
     def dismiss(self, connection: int, error: GradServerError) -> None:
         """Send ``error`` on a connection, and close it."""
@@ -71,6 +82,7 @@ class Effects:
         commands = self.commands
         at = next((index for index, one in enumerate(commands) if not _is_decision(one)), len(commands))
         commands.insert(at, Record(record))
+        self._obeyed_at += at <= self._obeyed_at
 
     def journal_behind(self, record: Kind) -> None:
         """Write ``record`` behind what this event has led to so far."""
@@ -102,6 +114,7 @@ class Effects:
 
     def take_orders(self) -> list[Order]:
         """Give the orders, which are obeyed now."""
+        self._obeyed_at = len(self.commands)
         orders, self.orders = self.orders, []
         return orders
 

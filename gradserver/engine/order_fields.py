@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, NamedTuple
 
 from gradserver.engine.policy import Lateness
 from gradserver.protocol.checks import brief, facts, flag, integer, listed, number, text
-from gradserver.protocol.declared import Field
+from gradserver.protocol.declared import Field, nested, several
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
+from gradserver.protocol.fields import Count, Flag, Rank, Token
 from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_NAME_BYTES,
@@ -64,3 +65,39 @@ Seats = Annotated[tuple[Seat, ...], Field(listed(_seat, MAX_WORLD_SIZE), lambda 
 StragglerPolicy = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))]
 Error = Annotated[GradServerError, Field(_error, _pack_error)]
 Occupant = Annotated[Seat, Field(_seat, attrgetter("name"))]
+_OptionalCount = Annotated[int, Field(integer(-1, MAX_COUNTER))]
+NEVER: Final = -1
+"""Number of a round that does not come."""
+
+
+class Newcomer(NamedTuple):
+    """A learner, or a member whose first round is not over.
+
+    Attributes:
+        token: text that it shows to a shard elsewhere.
+        first: the first round that waits for it; `NEVER` if none does yet.
+        listens: the first round whose results it is sent unasked; `NEVER` if it is sent none.
+        transfer: number of the transfer in which it gets the state; 0 if there is none.
+    """
+
+    seat: Rank
+    occupant: Occupant
+    token: Token = ""
+    first: _OptionalCount = NEVER
+    listens: _OptionalCount = NEVER
+    transfer: Count = 0
+
+
+class Departure(NamedTuple):
+    """A member or a learner that is gone. Exchanges that cannot go on without it fail with ``error``.
+
+    If its process has ``ended``, no process writes to memory that it shared.
+    """
+
+    seat: Rank
+    error: Error
+    ended: Flag = False
+
+
+Newcomers = Annotated[tuple[Newcomer, ...], several(nested(Newcomer), MAX_WORLD_SIZE)]
+Departures = Annotated[tuple[Departure, ...], several(nested(Departure), MAX_WORLD_SIZE)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gradserver.engine.order_fields import Error, Occupant, Seats, StragglerPolicy
+from gradserver.engine.order_fields import Departures, Error, Newcomers, Seats, StragglerPolicy
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import known_policy
 from gradserver.protocol.checks import integer
@@ -13,7 +13,6 @@ from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.fields import (
     Count,
-    Counts,
     EncodedPlan,
     Flag,
     Name,
@@ -21,7 +20,6 @@ from gradserver.protocol.fields import (
     Ranks,
     Rates,
     Seconds,
-    Token,
     Tokens,
 )
 from gradserver.protocol.limits import (
@@ -83,15 +81,23 @@ class OpenGroup(RemoteOrder):
             raise MalformedMessageError(f"OpenGroup is for shard {self.shard}, and has the rates {self.rates}")
 
 
-@order("steady")
+@order("configure")
 @dataclass(frozen=True, slots=True)
-class Steady(RemoteOrder):
-    """No member comes or goes any more: a round now ends with its last results, and no RoundDone is sent for it.
+class Configure(RemoteOrder):
+    """The membership is this one from now on; the shard reports that it has `Applied` this ``version``.
 
-    Admit, Depart and Recover end that.
+    ``members`` are seats by rank, in force since ``epoch``. ``newcomers`` are all learners, and members whose first
+    round is not over. ``departed`` are gone since the version before; what they gave before counts.
+    In a ``steady`` membership no worker comes or goes: a round ends with its last results, and no RoundDone follows.
     """
 
     group: Name
+    version: Count
+    epoch: Count
+    members: Ranks
+    newcomers: Newcomers = ()
+    departed: Departures = ()
+    steady: Flag = False
 
 
 @order("plan")
@@ -104,21 +110,14 @@ class SetPlan(RemoteOrder):
     first_round: Count
 
 
-@order("depart")
+@order("break")
 @dataclass(frozen=True, slots=True)
-class Depart(RemoteOrder):
-    """A member is gone: its contributions count, and exchanges that still need it fail with ``error``.
-
-    ``epoch`` is that of the membership without it. If its process has ``ended``, no process writes to memory that it
-    shared. If its loss ``breaks`` the group, every exchange that lacks some of it fails.
-    """
+class Break(RemoteOrder):
+    """A member is gone that the group cannot do without: all that lacks some of it fails with ``error``."""
 
     group: Name
-    rank: Rank
+    seat: Rank
     error: Error
-    epoch: Count = 0
-    ended: Flag = False
-    breaks: Flag = False
 
 
 @order("close")
@@ -192,58 +191,5 @@ class Proceed(RemoteOrder):
     group: Name
 
 
-@order("admit")
-@dataclass(frozen=True, slots=True)
-class Admit(RemoteOrder):
-    """A learner is to join with this ``seat``. It shows ``token`` to a shard elsewhere, and may take transfers."""
-
-    group: Name
-    seat: Rank
-    occupant: Occupant
-    token: Token = ""
-
-
-@order("expect")
-@dataclass(frozen=True, slots=True)
-class Expect(RemoteOrder):
-    """Learners with these seats contribute from ``round`` on, which has not begun; or they ``listen``.
-
-    ``transfers`` has the number of the transfer in which each gets the state, in the order of ``seats``; it is empty if
-    they have it.
-    """
-
-    group: Name
-    seats: Ranks
-    round: Count
-    listen: Flag = False
-    transfers: Counts = ()
-
-    def verify(self) -> None:
-        """Raise MalformedMessageError if there are neither no transfers nor one for each seat."""
-        if len(self.transfers) not in (0, len(self.seats)):
-            raise MalformedMessageError(f"Expect has {len(self.seats)} seats and {len(self.transfers)} transfers")
-
-
-@order("excuse")
-@dataclass(frozen=True, slots=True)
-class Excuse(RemoteOrder):
-    """The learner with this seat does not contribute after all: it has not got the state."""
-
-    group: Name
-    seat: Rank
-
-
-@order("reseat")
-@dataclass(frozen=True, slots=True)
-class Reseat(RemoteOrder):
-    """From ``epoch`` on ``seats`` are the members. New ones take part in everything from the next round on."""
-
-    group: Name
-    epoch: Count
-    seats: Ranks
-
-
-HEEDED: Final = (Admit, Expect, Excuse, Reseat)
-"""Orders about the membership: a data shard elsewhere reports `Heeded`, as of a `Depart` that begins an epoch."""
 Order = RemoteOrder | Attach
 """A member attaches to data halves elsewhere by itself."""

@@ -98,12 +98,13 @@ class Absent(RemoteReport):
     ended: Flag = False
 
 
-@report("heeded")
+@report("applied")
 @dataclass(frozen=True, slots=True)
-class Heeded(RemoteReport):
-    """A shard elsewhere goes by the next of the orders that concern the members of an elastic group."""
+class Applied(RemoteReport):
+    """A shard goes by this version of the membership, and by all before it."""
 
     group: Name
+    version: Count
 
 
 @report("behind")

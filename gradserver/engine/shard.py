@@ -21,7 +21,7 @@ come by themselves, and show the token that the coordinator gave them:
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 from gradserver.engine.commands import Command, Reduce
@@ -29,8 +29,8 @@ from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Stop, Tick
 from gradserver.engine.link import decode_order, encode_report
-from gradserver.engine.orders import HEEDED, CloseGroup, Depart, Detach, OpenGroup, Recover
-from gradserver.engine.reports import Absent, Heeded, Report, Violation
+from gradserver.engine.orders import Break, CloseGroup, Configure, Detach, OpenGroup, Recover, RemoteOrder
+from gradserver.engine.reports import Absent, Report, Violation
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -40,6 +40,7 @@ from gradserver.protocol.errors import (
     LimitExceededError,
     UnexpectedMessageError,
 )
+from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.messages import (
     Attend,
     Attended,
@@ -156,21 +157,27 @@ class ShardEngine:
                 )
         if not isinstance(order, OpenGroup) and order.group not in self.data.groups:
             raise UnexpectedMessageError(f"an order about group {order.group!r}, which was not opened")
-        if isinstance(order, Depart | CloseGroup):
-            self._part_from(order, effects)
+        self._part_from(order, effects)
         if isinstance(order, Detach):
             self._detach(order, effects)
             return
         self.data.obey(order, now, effects)
         if isinstance(order, OpenGroup | Recover):
             self._admit_waiting(order, effects)
-        elif isinstance(order, HEEDED) or (isinstance(order, Depart) and order.epoch):
-            effects.report(Heeded(order.group))
 
-    def _part_from(self, order: Depart | CloseGroup, effects: Effects) -> None:
-        """Close the connections of the member that departs, or of all members."""
-        for connection, (name, rank) in list(self._seats.items()):
-            if name == order.group and (isinstance(order, CloseGroup) or rank == order.rank):
+    def _part_from(self, order: RemoteOrder, effects: Effects) -> None:
+        """Close the connections of members that depart because of ``order``."""
+        match order:
+            case CloseGroup(name):
+                seats: Container[int] = range(MAX_WORLD_SIZE)
+            case Break(name, seat):
+                seats = (seat,)
+            case Configure(name) if order.departed:
+                seats = {departure.seat for departure in order.departed}
+            case _:
+                return
+        for connection, (group, rank) in list(self._seats.items()):
+            if group == name and rank in seats:
                 del self._seats[connection]
                 effects.close(connection)
 

@@ -8,10 +8,7 @@ from dataclasses import replace
 from gradserver.engine.control.donations import check_attempts, check_can_serve
 from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.group.learners import Learner
-from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.orders import Admit
 from gradserver.engine.seats import namesake, seat_for
 from gradserver.protocol.errors import JoinTimeoutError
 
@@ -55,11 +52,10 @@ def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> 
             continue
         seat = seat_for(applicant.join, group.members.seats.names, taken, group.learners.vacant, places)
         group.members.admit(seat, applicant.join.name)
-        token = (token_of(group, seat) if group.is_durable else entropy()) if group.shards else ""
+        token = (group.token(seat) if group.is_durable else entropy()) if group.shards else ""
         learner = Learner(applicant.connection, applicant.join, token, applicant.since)
         group.learners.admit(seat, learner)
-        occupant = Seat(applicant.connection, applicant.join.name)
-        group.change(Admit(group.name, seat, occupant, token), effects, seat=seat)
+        group.configure(effects, seat=seat)
         effects.log(f"group {group.name!r}: {group.call(seat)} joins in round {group.rounds.number}")
 
 

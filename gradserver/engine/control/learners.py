@@ -41,8 +41,7 @@ from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.control.group.learners import Learner, Stage
 from gradserver.engine.control.welcome import tell_agreed, welcome_to
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.orders import Depart, Excuse, Expect, Reseat
+from gradserver.engine.order_fields import Departure, Seat
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import StateComes
 from gradserver.protocol.errors import (
@@ -170,10 +169,10 @@ def _check_sections(group: Group, learner: Learner) -> None:
 
 def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects) -> None:
     """Have learners that do not get the state now wait for the next donor, and nobody for them."""
-    for seat, learner in group.learners.by_seat.items():
+    for learner in group.learners.by_seat.values():
         if learner.stage is Stage.RECEIVING and which(learner):
             learner.excuse()
-            group.change(Excuse(group.name, seat), effects)
+            group.configure(effects)
 
 
 # ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
@@ -186,8 +185,8 @@ def caught_up(group: Group) -> list[int]:
 
 def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """Have learners contribute to the next round that have caught up, and others get the state."""
-    policy, listen, expected = group.policy, list[int](), caught_up(group)
-    for seat in expected:
+    policy = group.policy
+    for seat in caught_up(group):
         group.learners.by_seat[seat].contribute(record.round + 1)
     given, few = donations.due(group, now), group.lacks_workers
     listens = {seat: donations.listens(group, seat) for seat in given}
@@ -195,11 +194,7 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
         learner = group.learners.by_seat[seat]
         delivery = None if listens[seat] else Delivery(policy.state_seconds, policy.state_rate, few)
         learner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
-        (listen if learner.listens else expected).append(seat)
-    for seats, listening in ((expected, False), (listen, True)):
-        if seats:
-            numbers = tuple(group.learners.by_seat[seat].number for seat in seats)
-            group.change(Expect(group.name, tuple(seats), record.round + 1, listening, numbers), effects)
+    group.configure(effects)
 
 
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
@@ -259,7 +254,7 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
     what = group.members.promote(seats, number, epoch())
     news = group.news(what, False, effects)
     journal.members(group, what, effects)
-    group.change(Reseat(group.name, group.members.epoch, group.members.seats.present), effects, news)
+    group.configure(effects, news)
 
 
 def enter(group: Group, number: int, effects: Effects) -> None:
@@ -311,7 +306,7 @@ def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effec
     if group.learners.lose(seat, group.members.epoch).entered:
         journal.entered(group, effects)
     effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
-    group.change(Depart(group.name, seat, error, group.members.epoch), effects)
+    group.configure(effects, departed=(Departure(seat, error),))
 
 
 def bereft(group: Group) -> WorkerLostError:

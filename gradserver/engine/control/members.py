@@ -12,7 +12,7 @@ from gradserver.engine.control.group import Group
 from gradserver.engine.control.plans import fail_all
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import Depart, Halt
+from gradserver.engine.orders import Break, Halt
 from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
 from gradserver.protocol.messages import Failure, Scope
 
@@ -78,7 +78,7 @@ def _break_without(group: Group, seat: int, reason: str, politely: bool, effects
     remedy = _OUT_OF_DATA if politely and group.plans.plan is not None else ""
     error = group.members.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, effects)
-    group.order(Depart(group.name, seat, error, breaks=True), effects)
+    group.order(Break(group.name, seat, error), effects)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,7 @@ from gradserver.engine.control.round_reports import count_round
 from gradserver.engine.effects import Effects
 from gradserver.engine.reports import (
     Absent,
+    Applied,
     Behind,
     CaughtUp,
     Halted,
@@ -227,9 +228,10 @@ def complete(event: Event) -> None:
         rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
 
 
-def heed(event: Event) -> None:
-    """Note that a shard goes by the next change of the membership."""
-    event.group.members.heeded(event.source)
+def apply(event: Event) -> None:
+    """Note that a shard goes by a version of the membership."""
+    assert isinstance(event.what, Applied)
+    event.group.configuration.apply(event.source, event.what.version)
 
 
 def confirm(event: Event) -> None:

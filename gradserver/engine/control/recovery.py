@@ -28,6 +28,7 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
     """Have all members that are here say what they hold. ``version`` is the new number of the recovery."""
     group.recovery.begin(version)
     group.members.void_before(version)  # what shards have reported so far, and what we have heard of it, is void
+    group.configuration.wait_no_more()
     group.rounds.void()
     group.shards.void()
     group.plans.void_confirmations()

@@ -11,12 +11,11 @@ from dataclasses import replace
 from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.welcome import token_of
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.orders import Admit, Depart, Expect, RemoteOrder, Reseat, SetPlan
+from gradserver.engine.order_fields import Departure, Seat
+from gradserver.engine.orders import RemoteOrder, SetPlan
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import (
     Cut,
@@ -112,24 +111,21 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
 
 def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
     """Order what a data half has to know of a group that was restored, or that it is new to."""
-    new = group.early
-    seats = tuple(Seat(-1, "" if seat in new else name) for seat, name in enumerate(group.members.seats.names))
-    tokens = tuple(token_of(group, seat) for seat in range(len(seats))) if shard else ()
+    names, early = group.members.seats.names, group.early  # these have no part in collectives from before they came
+    seats = tuple(Seat(-1, "" if seat in early else name) for seat, name in enumerate(names))
+    tokens = tuple(group.token(seat) for seat in range(len(seats))) if shard else ()
     order(registry.opening(group, seats, tokens, shard))
-    for seat, name in enumerate(group.members.seats.names):
-        if name and seat not in group.members.by_seat:
-            order(Depart(group.name, seat, WorkerLostError(f"{name!r} had departed before"), group.members.epoch))
-    if shard and group.members.epoch != group.members.founded:  # it opens the group with the generation for an epoch
-        order(Reseat(group.name, group.members.epoch, group.members.seats.present))
+    order(
+        group.configured(
+            tuple(
+                Departure(seat, WorkerLostError(f"{name!r} had departed before"))
+                for seat, name in enumerate(names)
+                if name and seat not in group.members.by_seat
+            )
+        )
+    )
     if group.plans.plan is not None:
         order(SetPlan(group.name, group.plans.plan, group.plans.planned))
-    for seat in new:
-        order(
-            Admit(group.name, seat, Seat(-1, group.members.seats.names[seat]), token_of(group, seat) if shard else "")
-        )
-    if new:  # collectives that the others have called before do not wait for them
-        order(Expect(group.name, new, group.rounds.number, False))
-        order(Reseat(group.name, group.members.epoch, group.members.seats.present))
 
 
 def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now: float) -> Group:

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.names import check_name
-from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import (
     JoinRefusedError,
@@ -79,7 +78,7 @@ class Roster:
             group.shards.set_up(table, tuple(self.shards), urls)
             durable, entropy = group.is_durable, self._entropy
             seats = range(group.members.world)
-            group.shards.set_tokens([token_of(group, seat) if durable else entropy() for seat in seats])
+            group.shards.set_tokens([group.token(seat) if durable else entropy() for seat in seats])
 
     @property
     def enlisted(self) -> int:

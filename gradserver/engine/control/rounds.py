@@ -13,7 +13,8 @@ from gradserver.engine.control import donations, journal, learners, leases, turn
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import CutRound, Depart, Steady
+from gradserver.engine.order_fields import Departure
+from gradserver.engine.orders import CutRound
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late
 from gradserver.protocol.errors import LeftOutError
@@ -30,7 +31,7 @@ def depart(
     group.members.depart(seat, epoch())
     news = group.news(f"{error.message}; {_rest(group)}", not politely, effects)
     journal.members(group, error.message, effects)
-    group.change(Depart(group.name, seat, error, group.members.epoch, ended), effects, news)
+    group.configure(effects, news, departed=(Departure(seat, error, ended),))
     learners.lost_donor(group, seat, effects)
 
 
@@ -111,22 +112,22 @@ def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]
     return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}
 
 
-def tell_heeded(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
+def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
     """Tell members and learners of the first change that all shards go by.
 
     A member that goes by an epoch may thus say so to any shard.
     """
-    change = group.members.next_change()
+    change = group.configuration.next_change()
     if (news := change.news) is not None:  # a member that has joined since then was not in that membership
         for seat, member in group.members.by_seat.items():
             if seat in news.seats:
-                effects.send(member.connection, news)
+                effects.announce(member.connection, news)
     learners.welcome(group, change.seat, credit, incarnation, effects)
 
 
 def is_at_boundary(group: Group) -> bool:
     """Tell whether a round is complete, and all shards know who is there."""
-    return group.rounds.held is not None and not group.members.changes
+    return group.rounds.held is not None and not group.configuration.changes
 
 
 def has_enough(group: Group) -> bool:
@@ -189,7 +190,7 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
         learner.hear_boundary(record.completed)
         effects.send(learner.connection, done)
     if is_steady(group):
-        group.order(Steady(group.name), effects)
+        group.configure(effects, steady=True)
 
 
 def close_round(group: Group, late: Late, effects: Effects) -> None:

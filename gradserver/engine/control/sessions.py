@@ -26,9 +26,8 @@ import hmac
 from gradserver.engine.control import journal, learners, members, recovery, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.welcome import token_of
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import Attach, Detach, Reseat
+from gradserver.engine.orders import Attach, Detach
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.messages.recovery import Resume, Resumed
@@ -79,7 +78,7 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
     late: list[int] = []
     for seat in group.sessions.overdue(now):
         since = group.sessions.busy.get(seat, now)
-        if since + group.round_timeout <= now or not registry.runs(beacon_id(token_of(group, seat))):
+        if since + group.round_timeout <= now or not registry.runs(beacon_id(group.token(seat))):
             late.append(seat)
             continue
         until = min(now + _LOOK_SECONDS, since + group.round_timeout)
@@ -110,7 +109,7 @@ def check(group: Group | None, message: Resume) -> Group:
         if group is not None and name and group.broken is None:
             raise group.left_out(message.seat, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
-    if name and not hmac.compare_digest(token_of(group, message.seat).encode(), message.token.encode()):
+    if name and not hmac.compare_digest(group.token(message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
             f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
             f"the group that was joined"
@@ -140,7 +139,7 @@ def catch_up(registry: Registry, group: Group, effects: Effects) -> None:
     what = f"{count} workers go on, as the coordinator that was lost had not written down which were there"
     news = group.news(what, True, effects)
     journal.members(group, what, effects)
-    group.change(Reseat(group.name, group.members.epoch, group.members.seats.present), effects, news)
+    group.configure(effects, news)
 
 
 def resume(registry: Registry, group: Group, message: Resume, connection: int, now: float, effects: Effects) -> None:
@@ -168,8 +167,8 @@ def resume(registry: Registry, group: Group, message: Resume, connection: int, n
     elif not group.shards.lacking:
         group.sessions.hurry(now + group.policy.missing)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
-    for news in group.members.news:
-        if seat in news.seats and news.epoch > message.epoch:  # it never heard of those before it had entered
+    for news in group.members.news:  # it never heard of those before it had entered, and is to hear of pending ones
+        if seat in news.seats and news.epoch > message.epoch and not group.configuration.is_pending(news):
             effects.send(connection, news)
     if message.serves:
         group.learners.add_donor(seat)

@@ -26,8 +26,6 @@ from gradserver.engine.control.recovery import begin_if_due
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.restore import reopen
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.orders import Admit
 from gradserver.protocol.errors import DeadlineError
 
 
@@ -54,8 +52,6 @@ def fill(registry: Registry, group: Group, effects: Effects) -> None:
         group.shards.fill(place, connection, roster[connection].url)
         order = partial(group.shards.order_one, place, effects=effects)
         reopen(registry, group, order, place + 1)
-        for seat, learner in group.learners.by_seat.items():
-            order(Admit(group.name, seat, Seat(-1, learner.join.name), learner.token))
         what = f"data shard {roster[connection].number} at {group.shards.urls[place]} takes place {place + 1}"
         effects.log(f"group {group.name!r}: {what}")
     if not group.shards.lacking:

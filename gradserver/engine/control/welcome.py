@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-
 from gradserver.engine.control.group import Group
 from gradserver.engine.effects import Effects
-from gradserver.protocol.limits import MAX_TOKEN
 from gradserver.protocol.messages import Agreed, Welcome
 from gradserver.protocol.plan import Plan, Section
-
-
-def token_of(group: Group, seat: int) -> str:
-    """Return the token that the member in ``seat`` of a durable group shows when it comes back.
-
-    Whoever had that seat before shows something else.
-    """
-    whose = f"{seat} {group.members.seats.names[seat]}"
-    return hmac.new(group.sessions.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
 
 def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int, effects: Effects) -> None:
@@ -42,7 +29,7 @@ def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: in
         names=tuple(group.members.seats.names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,
-        token=token_of(group, seat) if group.is_durable else token,
+        token=group.token(seat) if group.is_durable else token,
         seats=tuple(present),
         durable=group.is_durable,
         incarnation=incarnation if group.is_durable else 0,

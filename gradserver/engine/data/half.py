@@ -39,29 +39,25 @@ from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.matching import admitted, checked
 from gradserver.engine.data.members import Members
-from gradserver.engine.data.membership import admit, depart, do_without, do_without_overdue, excuse, expect, reseat
+from gradserver.engine.data.membership import configure, do_without, do_without_overdue
 from gradserver.engine.data.quorum import close, contributed, look, next_look
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Broken, NonFinite, Reduced, Sifted, Undecodable
 from gradserver.engine.orders import (
-    Admit,
     Attach,
+    Break,
     CloseGroup,
+    Configure,
     CutRound,
-    Depart,
     Detach,
-    Excuse,
-    Expect,
     Halt,
     OpenGroup,
     Order,
     Proceed,
     Recover,
-    Reseat,
     SetPlan,
-    Steady,
 )
-from gradserver.engine.reports import Halted, Planned, StateComes, Violation
+from gradserver.engine.reports import Applied, Halted, Planned, StateComes, Violation
 from gradserver.engine.seats import Seats
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -101,30 +97,15 @@ class Data:
                 for rank, connection in enumerate(connections):
                     if connection >= 0:
                         self._seats[connection] = (group, rank)
-            case Admit(name, seat, occupant):
-                group = self.groups[name]
-                admit(group, order)
-                if occupant.connection >= 0:
-                    self._seats[occupant.connection] = (group, seat)
-            case Expect(name):
-                expect(self.groups[name], order)
-            case Excuse(name):
-                excuse(self.groups[name], order, now, effects)
-            case Reseat(name):
-                reseat(self.groups[name], order)
+            case Configure(name):
+                self._configure(self.groups[name], order, now, effects)
+                effects.report(Applied(name, order.version))
             case SetPlan(name, plan, first_round):
                 self._set_plan(self.groups[name], plan, first_round, effects)
                 effects.report(Planned(name, plan.hash))
-            case Depart(name, rank, error):
-                group = self.groups[name]
-                group.disturb()
-                self._seats.pop(group.members.connections[rank], None)
-                if order.breaks:
-                    self._break_without(group, rank, error, effects)
-                else:
-                    depart(group, order, now, effects)
-                    end_abandoned(group, now, effects)
-                recovery.forget(group, rank, now, effects)
+            case Break(name, seat, error):
+                self._break_without(self.groups[name], seat, error, effects)
+                recovery.forget(self.groups[name], seat, now, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
                 for connection in group.members.connections:
@@ -138,8 +119,6 @@ class Data:
             case Detach(name, rank):
                 self.unseat(self.groups[name].members.connections[rank])
                 recovery.forget(self.groups[name], rank, now, effects)
-            case Steady(name):
-                self.groups[name].settle()
             case Recover(name):
                 recovery.begin(self.groups[name], order, now)
                 self._plan_next_check()
@@ -160,6 +139,18 @@ class Data:
         group, rank = self._seats.pop(connection)
         group.members.disconnect(rank)
 
+    def _configure(self, group: Group, order: Configure, now: float, effects: Effects) -> None:
+        for departure in order.departed:
+            self._seats.pop(group.members.connections[departure.seat], None)
+        for newcomer in order.newcomers:
+            if newcomer.seat not in group.learners.newcomers and newcomer.occupant.connection >= 0:
+                self._seats[newcomer.occupant.connection] = (group, newcomer.seat)
+        configure(group, order, now, effects)
+        if order.departed:
+            end_abandoned(group, now, effects)
+        for departure in order.departed:
+            recovery.forget(group, departure.seat, now, effects)
+
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on. A round of another plan is given up."""
         for exchange in list(group.exchanges.values()):
@@ -173,6 +164,8 @@ class Data:
         group.agree(plan, first_round)
 
     def _break_without(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
+        group.disturb()
+        self._seats.pop(group.members.connections[rank], None)
         group.members.lose(rank, error)
         for exchange in list(group.exchanges.values()):
             if rank in exchange.participants:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.order_fields import NEVER, Newcomer
 from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state
 from gradserver.protocol.messages import Push
 
-NOT_YET: Final = -1
+NOT_YET: Final = NEVER
 _REPORT_SECONDS: Final = 0.5
 """Least time between two reports that more of a state has come, once it has begun."""
 
@@ -48,6 +49,13 @@ class Learners:
     """Time when more of its state came to each."""
     coming: dict[int, Coming] = field(default_factory=dict)
     """State of each that has yet to be reported."""
+    newcomers: dict[int, Newcomer] = field(default_factory=dict)
+    """What control has said of each last."""
+
+    def take(self, newcomers: Iterable[Newcomer]) -> dict[int, Newcomer]:
+        """Note what control says of newcomers, and return what it said before."""
+        before, self.newcomers = self.newcomers, {one.seat: one for one in newcomers}
+        return before
 
     def admit(self, seat: int) -> None:
         """Begin with a learner in ``seat``."""
@@ -70,7 +78,7 @@ class Learners:
         self.states.pop(seat, None)
 
     def promote(self, seats: Iterable[int], epoch: int) -> list[int]:
-        """Make members of the learners among ``seats``, and return them."""
+        """Make members of the learners among ``seats``, and return these."""
         new = [seat for seat in seats if self.since.get(seat) == NOT_YET]
         self.since.update(dict.fromkeys(new, epoch))
         return new

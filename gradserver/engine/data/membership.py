@@ -1,13 +1,16 @@
-"""Orders that change the membership of an elastic group, at its data half.
+"""Versions of the membership at a data half, and what an exchange does when a member departs.
 
-    order    what changes
-    ───────  ────────────────────────────────────────────────────────────────────────────────────────────────────
-    Admit    the seat is a learner's; it takes part in nothing but the transfers of its state
-    Expect   from a round on, which no member has begun, its buckets wait for the learner, too; or the learner listens:
-             it is sent their results without having pushed
-    Excuse   they do not wait for it: what was open goes on without it, and its state is sent no further
-    Reseat   it is a member: collectives and transfers, too, from the round after its first one on
-    Depart   what it gave before counts; a learner may depart as well
+`Configure` says what the membership is. What differs from the version before is done in this order:
+
+    difference                     what changes
+    ─────────────────────────────  ──────────────────────────────────────────────────────────────────────────────
+    a seat in ``departed``         what its member or learner gave before counts; the rest goes on without it
+    a newcomer in a new seat       a learner, which takes part in nothing but the transfers of its state
+    it has no ``first`` any more,  what was open goes on without it, and its state is sent no further
+    … and does not listen
+    another ``first``              from that round on, which no member has begun, buckets wait for it, too
+    it ``listens``                 it is sent the results of rounds from then on without having pushed
+    a newcomer in ``members``      collectives and transfers, too, from the round after its first one on
 
 An exchange has the participants that it had when it began, and a member that comes later has no part in it. The round
 in which it was called says which members these are.
@@ -41,7 +44,8 @@ from gradserver.engine.data.failures import fail, forget_if_over
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.quorum import note_what_counted
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import Admit, Depart, Excuse, Expect, Reseat
+from gradserver.engine.order_fields import NEVER, Departure, Newcomer
+from gradserver.engine.orders import Configure
 from gradserver.engine.reports import Absent
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
@@ -49,51 +53,74 @@ from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind,
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 
 
-def admit(group: Group, order: Admit) -> None:
-    """Take a learner in. Its seat may have been another member's."""
-    seat = order.seat
+def configure(group: Group, order: Configure, now: float, effects: Effects) -> None:
+    """Go by a version of the membership."""
     group.disturb()
-    group.members.admit(seat, order.occupant.name, order.occupant.connection, order.token)
+    for departure in order.departed:
+        _depart(group, departure, order.epoch, now, effects)
+    before = group.learners.take(order.newcomers)
+    for newcomer in order.newcomers:
+        seat = newcomer.seat
+        if seat not in before and seat not in group.members.present:
+            _admit(group, newcomer)
+        unexpected = newcomer._replace(first=NEVER, listens=NEVER, transfer=0)
+        _follow(group, before.get(seat, unexpected), newcomer, now, effects)
+    new = group.learners.promote(order.members, order.epoch)
+    if new or order.epoch != group.members.epoch:
+        _reseat(group, order, new)
+    if order.steady:
+        group.settle()
+
+
+def _admit(group: Group, newcomer: Newcomer) -> None:
+    """Take a learner in. Its seat may have been another member's."""
+    seat = newcomer.seat
+    group.members.admit(seat, newcomer.occupant.name, newcomer.occupant.connection, newcomer.token)
     group.learners.admit(seat)
     group.stragglers.hand_over(seat)
     group.sequences.hand_over(seat)
     group.traffic.hand_over(seat, group.exchanges.values())
 
 
-def expect(group: Group, order: Expect) -> None:
-    """Wait for learners from a round on, or send them its results without being asked."""
-    listens = order.listen or group.order.lateness is not None  # a member that contributes can be late from then on
-    for seat in order.seats:
-        group.listeners.end(seat)
-        if listens:
-            group.listeners.begin((seat,), order.round)
-        if not order.listen:
-            group.learners.expect(seat, order.round)
-    for seat, number in zip(order.seats, order.transfers, strict=True) if order.transfers else ():
-        group.learners.expect_state(seat, number, group.members.epoch)
+def _follow(group: Group, before: Newcomer, newcomer: Newcomer, now: float, effects: Effects) -> None:
+    """Wait for a newcomer as of a round, send it results unasked, or go on without it, as it is said now."""
+    seat, first = newcomer.seat, newcomer.first
+    if newcomer == before or seat in group.members.present:
+        return
+    if first == newcomer.listens == NEVER:
+        _excuse(group, seat, now, effects)
+        return
+    group.listeners.end(seat)
+    if first != NEVER:
+        group.learners.expect(seat, first)
+    if newcomer.listens != NEVER:
+        group.listeners.begin((seat,), newcomer.listens)
+    elif group.order.lateness is not None:  # a member that contributes can be late from then on
+        group.listeners.begin((seat,), first)
+    if newcomer.transfer:
+        group.learners.expect_state(seat, newcomer.transfer, group.members.epoch)
 
 
-def excuse(group: Group, order: Excuse, now: float, effects: Effects) -> None:
+def _excuse(group: Group, seat: int, now: float, effects: Effects) -> None:
     """Go on without a learner in all rounds that are open, and in later ones."""
-    group.learners.excuse(order.seat)
-    group.listeners.forget(order.seat)
+    group.learners.excuse(seat)
+    group.listeners.forget(seat)
     for exchange in list(group.exchanges.values()):
-        if exchange.key.stream == Stream.BUCKET and order.seat in exchange.participants and exchange.failure is None:
-            cut(group, exchange, order.seat, False, now, effects)
+        if exchange.key.stream == Stream.BUCKET and seat in exchange.participants and exchange.failure is None:
+            cut(group, exchange, seat, False, now, effects)
 
 
-def reseat(group: Group, order: Reseat) -> None:
-    """Begin a membership with learners that have become members."""
-    new = group.learners.promote(order.seats, order.epoch)
+def _reseat(group: Group, order: Configure, new: list[int]) -> None:
+    """Begin a membership, perhaps with learners that have become members."""
     joined_in = max((group.learners.first_rounds[seat] for seat in new), default=None)
-    group.members.reseat(order.seats, new, joined_in, order.epoch)
+    group.members.reseat(order.members, new, joined_in, order.epoch)
     group.follow_members()
 
 
-def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
+def _depart(group: Group, departure: Departure, epoch: int, now: float, effects: Effects) -> None:
     """Go on without a member, in all that is open."""
-    seat = order.rank
-    group.members.depart(seat, order.error, order.epoch)
+    seat = departure.seat
+    group.members.depart(seat, departure.error, epoch)
     group.learners.depart(seat)
     group.listeners.forget(seat)
     for number, current in group.rounds.items():
@@ -107,12 +134,12 @@ def depart(group: Group, order: Depart, now: float, effects: Effects) -> None:
         if exchange.failure is not None:
             exchange.excuse(seat)
             forget_if_over(group, exchange)
-        elif (error := _why_not(group, exchange, order)) is not None:
+        elif (error := _why_not(group, exchange, departure)) is not None:
             fail(group, exchange, error, effects)
             exchange.excuse(seat)
             forget_if_over(group, exchange)
         else:
-            cut(group, exchange, seat, order.ended, now, effects)
+            cut(group, exchange, seat, departure.ended, now, effects)
 
 
 def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, effects: Effects) -> None:
@@ -122,15 +149,15 @@ def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, ef
         complete(group, exchange, piece, now, effects)
 
 
-def _why_not(group: Group, exchange: Exchange, order: Depart) -> GradServerError | None:
+def _why_not(group: Group, exchange: Exchange, departure: Departure) -> GradServerError | None:
     """Return why ``exchange`` cannot go on without the seat that departs; None if it can."""
     if exchange.complete == exchange.stop:
         return None
-    kind = exchange.operation.kind
-    lacks_some = exchange.kept_of(order.rank, order.ended) < exchange.stop
-    if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == order.rank and lacks_some):
+    kind, seat = exchange.operation.kind, departure.seat
+    lacks_some = exchange.kept_of(seat, departure.ended) < exchange.stop
+    if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == seat and lacks_some):
         return changed(group, exchange.key, exchange.operation)
-    return order.error if kind is Kind.TRANSFER and lacks_some else None
+    return departure.error if kind is Kind.TRANSFER and lacks_some else None
 
 
 def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:

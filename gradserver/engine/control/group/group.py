@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,6 +11,7 @@ from typing import Final
 
 from gradserver.engine.control.findings import Findings
 from gradserver.engine.control.group.applicants import Applicants
+from gradserver.engine.control.group.configuration import Configuration
 from gradserver.engine.control.group.learners import Learners, Stage
 from gradserver.engine.control.group.leases import Leases
 from gradserver.engine.control.group.members import Members
@@ -20,11 +23,12 @@ from gradserver.engine.control.group.shards import DataShards
 from gradserver.engine.control.group.turns import Turns
 from gradserver.engine.control.quota import Account
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import RemoteOrder
+from gradserver.engine.order_fields import Departure, Newcomer, Seat
+from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
-from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_UNWRITTEN_ROUNDS
+from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_TOKEN, MAX_UNWRITTEN_ROUNDS
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.shards import Table
 
@@ -73,6 +77,7 @@ class Group:
     is_ended: bool = False
     applicants: Applicants = field(default_factory=Applicants)
     members: Members = field(init=False)
+    configuration: Configuration = field(default_factory=Configuration)
     learners: Learners = field(default_factory=Learners)
     rounds: Rounds = field(default_factory=Rounds)
     plans: Plans = field(default_factory=Plans)
@@ -129,13 +134,40 @@ class Group:
         """Have all data shards obey ``order``, ``but`` one of them."""
         self.shards.order(order, effects, but)
 
-    def change(self, order: RemoteOrder, effects: Effects, news: Membership | None = None, seat: int = -1) -> None:
-        """Have all data shards obey an order about the membership. When all do, members or a learner hear of it.
+    def configure(
+        self,
+        effects: Effects,
+        news: Membership | None = None,
+        seat: int = -1,
+        departed: tuple[Departure, ...] = (),
+        steady: bool = False,
+    ) -> None:
+        """Have all data shards go by the membership as it is now.
 
-        The coordinator's own data half obeys within the event. So members hear of it before they get results of that.
+        When all do, members hear ``news`` of it, or the learner in ``seat`` gets its Welcome.
         """
-        self.members.change(self.shards.connections, news, seat)
-        self.shards.order(order, effects)
+        self.configuration.change(self.shards.all, news, seat)
+        if news is not None:
+            self.members.recall(news)
+        self.order(self.configured(departed, steady), effects)
+
+    def configured(self, departed: tuple[Departure, ...] = (), steady: bool = False) -> Configure:
+        """Return the membership as data shards are told of it. These have ``departed`` since the version before."""
+        names, first_rounds = self.members.seats.names, self.members.first_rounds
+        tokens = {seat: self.token(seat) if self.shards else "" for seat in self.early}
+        early = [Newcomer(seat, Seat(-1, names[seat]), tokens[seat], first_rounds[seat]) for seat in self.early]
+        learners = [learner.configured(seat) for seat, learner in self.learners.by_seat.items()]
+        version, epoch = self.configuration.version, self.members.epoch
+        present = self.members.seats.present
+        return Configure(self.name, version, epoch, present, (*early, *learners), departed, steady)
+
+    def token(self, seat: int) -> str:
+        """Return the token that the member in ``seat`` of a durable group shows when it comes back.
+
+        A member that had the seat before shows something else.
+        """
+        whose = f"{seat} {self.members.seats.names[seat]}"
+        return hmac.new(self.sessions.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
         """Return the news of the present membership, which is a new one, and log it."""

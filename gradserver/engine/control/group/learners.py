@@ -10,6 +10,7 @@ from typing import Final
 
 from gradserver.engine.control.group.applicants import Applicant
 from gradserver.engine.control.group.delivery import Delivery
+from gradserver.engine.order_fields import Newcomer, Seat
 from gradserver.protocol.limits import STATE_REST_SECONDS
 from gradserver.protocol.messages import Join, Transfer
 from gradserver.protocol.plan import Plan
@@ -159,6 +160,15 @@ class Learner:
     def hears_boundaries(self) -> bool:
         """True if it is told of each boundary."""
         return self.stage not in (Stage.ADMITTED, Stage.WELCOME)
+
+    def configured(self, seat: int) -> Newcomer:
+        """Return it as data shards are told of it."""
+        occupant = Seat(self.connection, self.join.name)
+        if self.stage is Stage.ENTERED or (self.stage is Stage.RECEIVING and not self.listens):
+            return Newcomer(seat, occupant, self.token, first=self.round, transfer=self.number)
+        if self.stage in (Stage.RECEIVING, Stage.READY):
+            return Newcomer(seat, occupant, self.token, listens=self.round, transfer=self.number)
+        return Newcomer(seat, occupant, self.token)
 
     def transfer(self, seat: int) -> Transfer:
         """Return the transfer in which it gets the state."""

@@ -1,4 +1,4 @@
-"""Members of a group, by member id, and the changes of the membership that have yet to come into force."""
+"""Members of a group, by member id, and what they are told of the membership."""
 
 from __future__ import annotations
 
@@ -19,18 +19,6 @@ _MOST_CALLED: Final = 16
 
 
 @dataclass(slots=True)
-class Change:
-    """A change of the membership that ``waiting`` shards do not go by yet.
-
-    When they do, members hear ``news``, or the learner in ``seat`` gets its Welcome.
-    """
-
-    waiting: set[int]
-    news: Membership | None = None
-    seat: int = -1
-
-
-@dataclass(slots=True)
 class Members:
     """Members of one group.
 
@@ -42,7 +30,6 @@ class Members:
         founded: number by which data halves know the group: the first epoch, or the last generation.
         founders: number of seats when the group began.
         first_rounds: first round of each member that joined the running group.
-        changes: changes that not all shards go by yet, in their order.
         news: memberships that a member may not have heard of, up to the one in force.
     """
 
@@ -53,7 +40,6 @@ class Members:
     founded: int = 0
     founders: int = 0
     first_rounds: dict[int, int] = field(default_factory=dict)
-    changes: deque[Change] = field(default_factory=deque)
     news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────
@@ -106,44 +92,17 @@ class Members:
         self.epoch = epoch
 
     def void_before(self, generation: int) -> None:
-        """Have reports and changes of shards from before a recovery count for nothing.
-
-        Members hear of the changes now, and push only when shards have come to this recovery.
-        """
+        """Have reports of shards from before a recovery count for nothing."""
         self.founded = generation
-        for change in self.changes:
-            change.waiting.clear()
 
     def connect(self, seat: int, connection: int) -> None:
         """Note the connection of a member, -1 for none."""
         self.by_seat[seat] = Seat(connection, self.by_seat[seat].name)
 
-    # ── changes that are told later ───────────────────────────────────────────────────────────────────
-
-    def change(self, shards: Iterable[int], news: Membership | None = None, seat: int = -1) -> None:
-        """Tell members ``news``, or the learner in ``seat`` its Welcome, when all ``shards`` go by this change."""
-        self.changes.append(Change(set(shards), news, seat))
-        if news is not None:
-            self.news.append(news)
-
-    def heeded(self, shard: int) -> None:
-        """Note that a shard goes by the first change that it did not go by before."""
-        for change in self.changes:
-            if shard in change.waiting:
-                change.waiting.discard(shard)
-                return
-
-    @property
-    def can_tell(self) -> bool:
-        """True if all shards go by the next change."""
-        return bool(self.changes) and not self.changes[0].waiting
-
-    def next_change(self) -> Change:
-        """Take the change that all shards go by out of the list."""
-        return self.changes.popleft()
+    # ── news ──────────────────────────────────────────────────────────────────────────────────────────
 
     def recall(self, news: Membership) -> None:
-        """Note a membership that an earlier coordinator may not have told."""
+        """Note a membership that a member may not have heard of."""
         self.news.append(news)
 
     def forget_news(self) -> None:
