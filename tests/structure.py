@@ -571,7 +571,7 @@ FIGURES: Final = {
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_000, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 5, 0),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 4, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 52, 0),
