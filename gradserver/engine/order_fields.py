@@ -71,12 +71,12 @@ NEVER: Final = -1
 
 
 class Newcomer(NamedTuple):
-    """A learner, or a member whose first round is not over.
+    """A learner, or a member in its first round.
 
     Attributes:
         token: text that it shows to a shard elsewhere.
         first: the first round that waits for it; `NEVER` if none does yet.
-        listens: the first round whose results it is sent unasked; `NEVER` if it is sent none.
+        listens: the first round of which it is sent the results unasked; `NEVER` if it is sent none.
         transfer: number of the transfer in which it gets the state; 0 if there is none.
     """
 

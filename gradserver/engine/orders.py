@@ -86,8 +86,8 @@ class OpenGroup(RemoteOrder):
 class Configure(RemoteOrder):
     """The membership is this one from now on; the shard reports that it has `Applied` this ``version``.
 
-    ``members`` are seats by rank, in force since ``epoch``. ``newcomers`` are all learners, and members whose first
-    round is not over. ``departed`` are gone since the version before; what they gave before counts.
+    ``members`` are seats by rank, in force since ``epoch``. ``newcomers`` are all learners, and members in their first
+    round. ``departed`` are members and learners that are gone since the version before: what they gave before counts.
     In a ``steady`` membership no worker comes or goes: a round ends with its last results, and no RoundDone follows.
     """
 

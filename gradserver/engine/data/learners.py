@@ -50,7 +50,7 @@ class Learners:
     coming: dict[int, Coming] = field(default_factory=dict)
     """State of each that has yet to be reported."""
     newcomers: dict[int, Newcomer] = field(default_factory=dict)
-    """What control has said of each last."""
+    """Latest that control has said of each."""
 
     def take(self, newcomers: Iterable[Newcomer]) -> dict[int, Newcomer]:
         """Note what control says of newcomers, and return what it said before."""
