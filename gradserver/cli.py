@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gradserver
 from gradserver import serving
@@ -16,7 +16,11 @@ from gradserver.protocol.limits import MAX_COUNTER
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. An error of the user prints one line, with status 1 or 2."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         status: int = arguments.run(arguments)
     except GradServerError as error:
@@ -28,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Command(
         prog="gradserver",
         description="Keep the replicas of a data-parallel training job synchronized over ordinary networks.",
         epilog="To try it out, run `gradserver demo`. It takes about a minute on two cores.",
     )
     parser.add_argument("--version", action="version", version=f"gradserver {gradserver.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Command)
+    commands = parser.add_subparsers(metavar="COMMAND")
     text = "run a coordinator"
     commands.add_parser("serve", help=text, description=serving.run.__doc__, fill=serving.add_arguments)
     commands.add_parser(
@@ -59,6 +63,10 @@ class _Command(argparse.ArgumentParser):
     def __init__(self, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._fill = fill
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line about a wrong argument, and where to find the right ones; the usage of serve has 14 lines."""
+        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` shows the options\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Add the arguments, then parse. Every way of parsing calls this, and so does the help of a command."""

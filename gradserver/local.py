@@ -20,6 +20,7 @@ from gradserver.protocol.errors import (
     InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
+    raised,
 )
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
@@ -87,8 +88,8 @@ class LocalCluster:
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
-        lateness = lateness_of(quorum, backup, grace, late)
         size = Policy(*elastic) if elastic else Policy.of(world_size)
+        lateness = lateness_of(quorum, backup, grace, late, size.maximum)
         policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for)
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
@@ -252,7 +253,7 @@ class _Running:
         except BaseException as error:  # raised again, in the caller's thread
             if worker in self._cluster._lines:
                 self._errors.append(error)
-                worker.abort(f"it raised {type(error).__name__}: {error}")
+                worker.abort(raised(error))
 
 
 class _Line(NamedTuple):

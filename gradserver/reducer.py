@@ -23,10 +23,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from gradserver.concatenation import PASSED_ON, pass_on
 from gradserver.engine.commands import RESULT, Digests, Reduce
 from gradserver.engine.events import Broken, Finding, NonFinite, Sifted
 from gradserver.engine.policy import PROPAGATE, OnNonFinite
-from gradserver.joining import PASSED_ON, pass_on
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import (
     Outcome,

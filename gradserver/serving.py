@@ -346,7 +346,8 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     from gradserver.engine.policy import lateness_of
 
     sizes = _sizes(arguments)
-    lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late)
+    most = max((size.maximum for size in sizes.values()), default=MAX_WORLD_SIZE)
+    lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late, most)
     if lateness is not None and not sizes:
         raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):

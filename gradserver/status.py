@@ -119,7 +119,7 @@ def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     if len(after.get("shards", [])) > 1:
         lines += _shards(before, after, seconds)
     if not after["groups"]:
-        return [*lines, "no groups: no worker has joined yet"]
+        return [*lines, "no groups: no worker is connected"]
     for name, group in after["groups"].items():
         lines += ["", *_group(name, group, before["groups"].get(name, {}), seconds)]
     return lines

@@ -289,3 +289,10 @@ __all__ = ["ERRORS", *ERRORS]  # noqa: PLE0604 - the names are the keys, all of 
 def reason_of(error: OSError) -> str:
     """Return the system's reason, as a part of a sentence."""
     return (error.strerror or str(error)).lower()
+
+
+def raised(error: BaseException) -> str:
+    """Say of a worker that ``error`` ended its script."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted (Ctrl-C)"
+    return f"it raised {type(error).__name__}: {error}".removesuffix(": ")

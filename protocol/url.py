@@ -18,10 +18,12 @@ def parse_url(url: str) -> tuple[str, int]:
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme != "tcp":
-        raise InvalidArgumentError(f"{url!r} is no coordinator's URL: it looks like tcp://HOST:PORT")
+        raise InvalidArgumentError(f"{url!r} is not a coordinator's URL: expected tcp://HOST:PORT")
     host, separator, port = rest.rpartition(":")
     if not separator or not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise InvalidArgumentError(f"{url!r} is no coordinator's URL: tcp://HOST:PORT, IPv6 as tcp://[::1]:PORT")
+        raise InvalidArgumentError(
+            f"{url!r} is not a coordinator's URL: expected tcp://HOST:PORT, with IPv6 tcp://[::1]:PORT"
+        )
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise InvalidArgumentError(f"{url!r} has the port {port!r}: a port is a number from 0 to 65535")
     return host, int(port)
@@ -68,7 +70,7 @@ def no_coordinator(url: str, what: str, closed: bool) -> str:
 
     A relay that cannot reach its target closes the connection.
     """
-    text = f"whatever listens at {url} is no gradserver {what}: expected a handshake, and it"
+    text = f"the process that listens at {url} is not a gradserver {what}: expected a handshake, and it"
     if not closed:
         return f"{text} speaks another protocol. Is the port right?"
     return (

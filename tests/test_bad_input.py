@@ -177,12 +177,12 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     "no world size": (
         [encode(Join("crowd", "n", 0, 0, 5.0))],
         InvalidWorldSizeError,
-        "nobody said how many workers group 'crowd' has",
+        "the world size of group 'crowd' is unknown",
     ),
     "rank out of range": (
         [encode(Join("told", "n", 2, 0, 5.0))],
         InvalidRankError,
-        "'n' wants rank 2, ranks of group 'told' are 0 to 1",
+        "'n' wants rank 2, but the ranks of group 'told' are 0 to 1",
     ),
 }
 
@@ -511,9 +511,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def closed_at_once(url: str) -> str:
     return (
-        f"whatever listens at {url} is no gradserver coordinator: expected a handshake, and it closed the connection. "
-        f"If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the coordinator behind it cannot be "
-        f"reached: is `gradserver serve` running where it leads to? Otherwise, is the port right?"
+        f"the process that listens at {url} is not a gradserver coordinator: expected a handshake, and it closed the "
+        f"connection. If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the coordinator behind "
+        f"it cannot be reached: is `gradserver serve` running where it leads to? Otherwise, is the port right?"
     )
 
 

@@ -115,11 +115,11 @@ def test_port_in_use_is_one_line_that_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("bind", "message"),
     [
-        ("127.0.0.1:7411", "'127.0.0.1:7411' is no coordinator's URL: it looks like tcp://HOST:PORT"),
-        ("udp://127.0.0.1:7411", "it looks like tcp://HOST:PORT"),
-        ("tcp://127.0.0.1", "is no coordinator's URL: tcp://HOST:PORT"),
-        ("tcp://:7411", "is no coordinator's URL: tcp://HOST:PORT"),
-        ("tcp://::1:7411", "IPv6 as tcp://[::1]:PORT"),
+        ("127.0.0.1:7411", "'127.0.0.1:7411' is not a coordinator's URL: expected tcp://HOST:PORT"),
+        ("udp://127.0.0.1:7411", "expected tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "is not a coordinator's URL: expected tcp://HOST:PORT"),
+        ("tcp://:7411", "is not a coordinator's URL: expected tcp://HOST:PORT"),
+        ("tcp://::1:7411", "with IPv6 tcp://[::1]:PORT"),
         ("tcp://127.0.0.1:70000", "has the port '70000': a port is a number from 0 to 65535"),
         ("tcp://127.0.0.1:http", "has the port 'http'"),
         ("tcp://192.0.2.1:0", "cannot listen on tcp://192.0.2.1:0: this machine has no such address"),
@@ -160,9 +160,7 @@ def status_when(pattern: str, capsys: pytest.CaptureFixture[str], url: str) -> s
 
 def test_status_of_an_idle_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server:
-        assert (
-            status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker has joined yet\n"
-        )
+        assert status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker is connected\n"
 
 
 def test_status_of_a_forming_group_shows_waiting_workers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +370,7 @@ def test_status_needs_one_host_and_port(capsys: pytest.CaptureFixture[str], url:
 
 
 def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'localhost' is no coordinator's URL" in complaint(capsys, "localhost")
+    assert "'localhost' is not a coordinator's URL" in complaint(capsys, "localhost")
 
 
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────────
@@ -381,7 +379,7 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
+        (["ledger"], "the following arguments are required: FILE|DIR"),
         (["train"], "invalid choice: 'train'"),
         (["serve", "--groups", "a,,b"], "'a,,b' is not a list of names, separated by commas"),
         (["serve", "--groups", "a" * 129], "is longer than 128 bytes"),
@@ -393,7 +391,7 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "extra"], "unrecognized arguments: extra"),
     ],
 )
-def test_arguments_that_cannot_be_right_are_told_with_the_usage(
+def test_arguments_that_cannot_be_right_are_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -401,8 +399,17 @@ def test_arguments_that_cannot_be_right_are_told_with_the_usage(
 
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith("usage: gradserver")
+    assert re.fullmatch(r"(gradserver( [a-z]+)?): .+\. `\1 --help` shows the options\n", err)
     assert message in err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "run a coordinator" in err
+    assert "gradserver demo" in err
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

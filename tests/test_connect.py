@@ -230,13 +230,13 @@ def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServ
     with pytest.raises(JoinRefusedError) as caught:
         connect(server.url, 0, 2, name="the second")
 
-    assert "rank 0 of group 'default' is taken by 'the first', who has waited for " in str(caught.value)
+    assert "rank 0 of group 'default' is taken by 'the first', which has waited for " in str(caught.value)
     with connect(server.url, 1, 2), first.result() as worker:
         assert worker.name == "the first"
 
 
 def test_rank_out_of_range_of_the_group_is_refused(server: TcpServer) -> None:
-    with pytest.raises(InvalidRankError, match="'late' wants rank 2, ranks of group 'told' are 0 to 1"):
+    with pytest.raises(InvalidRankError, match="'late' wants rank 2, but the ranks of group 'told' are 0 to 1"):
         connect(server.url, 2, group="told", name="late")
 
 
@@ -244,9 +244,9 @@ def test_world_sizes_that_disagree_are_refused(server: TcpServer) -> None:
     first = Task(connect, server.url, 0, 2, name="the first")
     wait_until(lambda: waiting(server), "the first has come")
 
-    with pytest.raises(InvalidWorldSizeError, match="'late' wants a world size of 3, group 'default' has 2"):
+    with pytest.raises(InvalidWorldSizeError, match="'late' wants a world size of 3, but group 'default' has 2"):
         connect(server.url, 1, 3, name="late")
-    with pytest.raises(InvalidWorldSizeError, match="wants a world size of 3, the coordinator was started with 2"):
+    with pytest.raises(InvalidWorldSizeError, match="wants a world size of 3, but the coordinator was started with 2"):
         connect(server.url, 1, 3, group="told", name="late")
     with connect(server.url, 1, 2), first.result():
         pass
@@ -256,8 +256,8 @@ def test_missing_world_size_is_asked_for(server: TcpServer) -> None:
     with pytest.raises(InvalidWorldSizeError) as caught:
         connect(server.url)
 
-    assert "nobody said how many workers group 'default' has: give world_size= to connect" in str(caught.value)
-    assert "--workers N to `gradserver serve`" in str(caught.value)
+    assert "the world size of group 'default' is unknown: pass world_size= to connect" in str(caught.value)
+    assert "`gradserver serve --workers N`" in str(caught.value)
 
 
 def test_complete_group_takes_no_worker_in(server: TcpServer) -> None:
@@ -297,9 +297,9 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "no coordinator's URL, and there are 4 workers: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL",
     ),
     "no url, a rank": ({"url": None, "rank": 0}, InvalidArgumentError, "no coordinator's URL, and this is rank 0 of"),
-    "no scheme": ({"url": "localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
-    "other scheme": ({"url": "http://localhost:7411"}, InvalidArgumentError, "it looks like tcp://HOST:PORT"),
-    "no port": ({"url": "tcp://localhost"}, InvalidArgumentError, "is no coordinator's URL"),
+    "no scheme": ({"url": "localhost:7411"}, InvalidArgumentError, "expected tcp://HOST:PORT"),
+    "other scheme": ({"url": "http://localhost:7411"}, InvalidArgumentError, "expected tcp://HOST:PORT"),
+    "no port": ({"url": "tcp://localhost"}, InvalidArgumentError, "is not a coordinator's URL"),
     "port": ({"url": "tcp://localhost:99999"}, InvalidArgumentError, "a port is a number from 0 to 65535"),
     "port 0": (
         {"url": "tcp://localhost:0"},

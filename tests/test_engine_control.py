@@ -142,7 +142,7 @@ def test_a_rank_that_is_taken_is_refused_with_the_name_of_its_owner() -> None:
 
     error = harness.refusal(2)
     assert isinstance(error, JoinRefusedError)
-    assert "rank 0 of group 'default' is taken by 'first', who has waited for 3.0 s" in str(error)
+    assert "rank 0 of group 'default' is taken by 'first', which has waited for 3.0 s" in str(error)
     assert [w["name"] for w in harness.group()["waiting"]] == ["first"], "the first one goes on waiting"
 
 
@@ -152,7 +152,7 @@ def test_a_rank_out_of_range_is_refused() -> None:
 
     error = harness.refusal(1)
     assert isinstance(error, InvalidRankError)
-    assert "'late' wants rank 2, ranks of group 'default' are 0 to 1" in str(error)
+    assert "'late' wants rank 2, but the ranks of group 'default' are 0 to 1" in str(error)
     assert harness.engine.control.groups == {}, "a refused worker leaves no group behind"
 
 
@@ -163,7 +163,7 @@ def test_a_world_size_that_is_not_the_others_is_refused() -> None:
 
     error = harness.refusal(2)
     assert isinstance(error, InvalidWorldSizeError)
-    assert "'b' wants a world size of 3, group 'default' has 2" in str(error)
+    assert "'b' wants a world size of 3, but group 'default' has 2" in str(error)
 
 
 def test_a_world_size_that_is_not_the_coordinators_is_refused() -> None:
@@ -172,7 +172,7 @@ def test_a_world_size_that_is_not_the_coordinators_is_refused() -> None:
 
     error = harness.refusal(1)
     assert isinstance(error, InvalidWorldSizeError)
-    assert "'a' wants a world size of 3, the coordinator was started with 2" in str(error)
+    assert "'a' wants a world size of 3, but the coordinator was started with 2" in str(error)
 
 
 def test_without_a_world_size_the_error_says_how_to_give_it() -> None:

@@ -137,7 +137,8 @@ def test_a_world_size_that_can_never_be_is_refused(world: int) -> None:
     error = driven.refusal(SEATS)
     assert isinstance(error, InvalidWorldSizeError)
     assert (
-        str(error) == f"'w' wants a world size of {world}, the coordinator was started with 2 to 4 for group 'default'"
+        str(error)
+        == f"'w' wants a world size of {world}, but the coordinator was started with 2 to 4 for group 'default'"
     )
 
 

@@ -30,7 +30,7 @@ worker.barrier()
     ("number", "kind", "text"),
     [
         (signal.SIGTERM, CoordinatorStoppedError, "it received SIGTERM"),
-        (signal.SIGKILL, ConnectionLostError, "the coordinator died"),
+        (signal.SIGKILL, ConnectionLostError, "its process ended, or the network to it failed"),
     ],
 )
 def test_an_idle_worker_learns_at_its_next_call_how_the_coordinator_ended(

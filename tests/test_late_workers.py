@@ -159,7 +159,7 @@ def test_a_halt_reaches_a_late_worker_in_the_round_in_which_it_was() -> None:
 def test_a_cluster_says_what_is_wrong_with_its_quorum() -> None:
     with pytest.raises(InvalidArgumentError, match="such as 75%"):
         LocalCluster(2, quorum="half")
-    with pytest.raises(InvalidArgumentError, match="a backlog of 0 leaves out late members"):
+    with pytest.raises(InvalidArgumentError, match="with a quorum or backups, backlog must be above 0"):
         LocalCluster(2, quorum=1, backlog=0)
 
 

@@ -101,13 +101,14 @@ def test_options_for_late_members() -> None:
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        ({"grace": 1.0}, "need a quorum or backups"),
-        ({"late": "drop"}, "need a quorum or backups"),
-        ({"quorum": 2, "backup": 1}, "a quorum or there are backups"),
-        ({"backup": 1, "grace": 1.0}, "no grace"),
+        ({"grace": 1.0}, "grace and late need a quorum or backups"),
+        ({"late": "drop"}, "grace and late need a quorum or backups"),
+        ({"quorum": 2, "backup": 1}, "quorum and backup exclude each other"),
+        ({"backup": 1, "grace": 1.0}, "grace needs a quorum"),
         ({"quorum": "most"}, "such as 75%, not 'most'"),
         ({"quorum": "175%"}, "1 % to 100 %"),
-        ({"quorum": 2, "late": "later"}, "to keep or to drop, not 'later'"),
+        ({"quorum": 5, "most": 3}, "quorum is 5, and must be at most 3"),
+        ({"quorum": 2, "late": "later"}, "late is 'later', and must be 'keep' or 'drop'"),
     ],
 )
 def test_impossible_options(said: dict[str, int | str], error: str) -> None:

@@ -427,7 +427,7 @@ def test_strangers_at_a_shard_are_turned_away(pair: tuple[Daemon, Shard]) -> Non
 @pytest.mark.parametrize(
     ("url", "kind", "what"),
     [
-        ("nonsense", GradServerError, "is no coordinator's URL"),
+        ("nonsense", GradServerError, "is not a coordinator's URL"),
         ("tcp://10.0.0.1:0", MalformedMessageError, "it has no port"),
         ("tcp://10.0.0.1:\x1b[2J", GradServerError, "must be printable text"),
         ("tcp://" + "x" * 200 + ":1", GradServerError, "is 208 bytes long, the limit is 128"),
@@ -507,7 +507,7 @@ def test_joining_a_shard_or_what_is_no_coordinator_is_told(pair: tuple[Daemon, S
     coordinator, shard = pair
     assert f"this is no coordinator but a data shard of the one at {coordinator.url}" in complaint("--join", shard.url)
     with plain_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as url:
-        assert f"whatever listens at {url} is no gradserver coordinator" in complaint("--join", url)
+        assert f"the process that listens at {url} is not a gradserver coordinator" in complaint("--join", url)
     with impostor(zmq.ROUTER, lambda _: [b"hello"]) as url:
         assert f"{url} answers, but not as a gradserver coordinator" in complaint("--join", url)
     other = encode(Failure.of(VersionMismatchError("this side speaks version 9"), Scope.CONNECTION))

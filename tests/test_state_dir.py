@@ -662,7 +662,11 @@ def test_a_directory_has_one_owner_until_that_one_ends(tmp_path: Path) -> None:
 def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
-    for path, why in ((file, "file exists"), (file / "below", "not a directory"), (Path("/proc/nowhere"), "")):
+    for path, why in (
+        (file, "it is not a directory"),
+        (file / "below", "not a directory"),
+        (Path("/proc/nowhere"), ""),
+    ):
         with pytest.raises(StateError, match=f"cannot keep a ledger in {path}: {why}"):
             StateDir(path, "0.1.0")
 

@@ -292,7 +292,7 @@ def test_workers_of_a_killed_coordinator_lose_their_connection_soon(daemon: Daem
     daemon.send_signal(signal.SIGKILL)
 
     for text in told(workers, "ConnectionLostError", killed, DEATH_IS_NOTICED_WITHIN):
-        assert f"lost the coordinator at {daemon.url}: the coordinator died, or the network between us did" in text
+        assert f"lost the coordinator at {daemon.url}: its process ended, or the network to it failed" in text
 
 
 def test_worker_that_computed_meanwhile_finds_its_coordinator_dead(daemon: Daemon) -> None:

@@ -17,6 +17,7 @@ from gradserver.protocol.errors import (
     PlanMismatchError,
     SizeMismatchError,
     UsageError,
+    raised,
 )
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Membership
@@ -323,4 +324,4 @@ class Worker(ObjectCollectives):
         if error is None:
             self.close("its work was done")
         else:
-            self.abort(f"it raised {type(error).__name__}: {error}")
+            self.abort(raised(error))

@@ -23,6 +23,7 @@ from gradserver.protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from gradserver.protocol.messages import Join
@@ -261,7 +262,7 @@ def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
     if error is None:
         worker.close("its process ended")
     else:
-        worker.abort(f"it raised {type(error).__name__}: {error}")
+        worker.abort(raised(error))
 
 
 def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout: float) -> None:

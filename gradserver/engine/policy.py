@@ -92,7 +92,11 @@ class Lateness:
 
 
 def lateness_of(
-    quorum: int | str | None = None, backup: int = 0, grace: float | None = None, late: str | None = None
+    quorum: int | str | None = None,
+    backup: int = 0,
+    grace: float | None = None,
+    late: str | None = None,
+    most: int = MAX_WORLD_SIZE,
 ) -> Lateness | None:
     """Make the rule about stragglers from what people say; None if they say nothing.
 
@@ -101,22 +105,27 @@ def lateness_of(
         backup: number of members that are not waited for.
         grace: seconds; None for the default, which is none with backups.
         late: ``keep`` or ``drop``; None for ``keep``.
+        most: workers of the largest group that the rule is for.
     """
     if late not in (None, "keep", "drop"):
-        raise InvalidArgumentError(f"late contributions are to keep or to drop, not {late!r}")
+        raise InvalidArgumentError(f"late is {late!r}, and must be 'keep' or 'drop'")
     if quorum is None and not backup:
         if grace is not None or late is not None:
-            raise InvalidArgumentError("a grace, and what becomes of late contributions, need a quorum or backups")
+            raise InvalidArgumentError(
+                "grace and late need a quorum or backups: without them, a round waits for all workers"
+            )
         return None
     if quorum is not None and backup:
-        raise InvalidArgumentError("there is a quorum or there are backups: both say how many are waited for")
+        raise InvalidArgumentError("quorum and backup exclude each other: each sets how many workers a round waits for")
     keeps = late != "drop"
     if backup:
         if grace is not None:
-            raise InvalidArgumentError("with backups nobody is waited for, so there is no grace: a quorum has one")
+            raise InvalidArgumentError("grace needs a quorum: with backups, a round does not wait for stragglers")
         return Lateness(backup=backup, grace=0.0, keeps=keeps)
     seconds = GRACE_SECONDS if grace is None else grace
     if isinstance(quorum, int):
+        if quorum > most:
+            raise InvalidArgumentError(f"quorum is {quorum}, and must be at most {most}, the number of workers")
         return Lateness(quorum=quorum, grace=seconds, keeps=keeps)
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3})?) ?%", str(quorum))
     if match is None:
@@ -168,7 +177,7 @@ class Policy:
             raise InvalidArgumentError(f"a group waits 0 to {MAX_TIMEOUT:g} s for a worker, not {self.rejoin!r}")
         if self.lateness is not None and not self.backlog:
             raise InvalidArgumentError(
-                "a backlog of 0 leaves out late members, whose results come unasked: a quorum, or backups, need one"
+                "with a quorum or backups, backlog must be above 0: it holds the results that stragglers have not read"
             )
 
     @classmethod

@@ -43,7 +43,8 @@ def lock(path: Path) -> int:
         path.mkdir(0o700, parents=True, exist_ok=True)
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWN)
     except OSError as error:
-        raise StateError(f"cannot keep a ledger in {path}: {reason_of(error)}") from error
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else reason_of(error)
+        raise StateError(f"cannot keep a ledger in {path}: {reason}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)

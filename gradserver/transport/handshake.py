@@ -189,7 +189,9 @@ class Handshake:
             self._waiting.pop(identity, None)
         if role is None:
             what = type(message).__name__
-            self.turn_away(identity, UnexpectedMessageError(f"{what} from a worker that is in no group: join first"))
+            error = UnexpectedMessageError(f"{what} from a worker that is in no group: join first")
+            # A Ping follows each Join. When the Join was refused, the log says so already.
+            self.turn_away(identity, error, logging.DEBUG if type(message) is Ping else logging.INFO)
         return role
 
     def hold(self) -> None:
@@ -201,9 +203,9 @@ class Handshake:
         waiting, self._waiting = self._waiting or {}, None
         return waiting
 
-    def turn_away(self, identity: bytes, error: GradServerError) -> None:
+    def turn_away(self, identity: bytes, error: GradServerError, level: int = logging.INFO) -> None:
         """Tell a stranger why its message is not taken."""
-        log.info("a stranger was turned away: %s", error)
+        log.log(level, "refused a peer that has not joined: %s", error)
         self._route(identity, encode(Failure.of(error, Scope.CONNECTION)))
 
 

@@ -83,7 +83,7 @@ class Dealer:
         """Take the monitor's event, and return what it means for the ``what`` that the user knows as ``url``."""
         event = recv_monitor_message(self.monitor, NOBLOCK)["event"]
         if event in _BROKEN:
-            return ConnectionLostError(f"lost the {what} at {url}: the {what} died, or the network between us did")
+            return ConnectionLostError(f"lost the {what} at {url}: its process ended, or the network to it failed")
         closed = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         return CoordinatorUnreachableError(no_coordinator(url, what, closed))
 

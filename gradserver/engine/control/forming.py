@@ -51,8 +51,9 @@ def arrive(group: Group, applicant: Applicant, effects: Effects) -> None:
 
 def leave(registry: Registry, group: Group, connection: int, reason: str, effects: Effects) -> None:
     """Forget an applicant, and with the last one the group."""
+    names = [repr(applicant.join.name) for applicant in group.applicants.waiting if applicant.connection == connection]
     group.applicants.forget(connection, group.policy)
-    effects.log(f"group {group.name!r}: an applicant left ({reason})")
+    effects.log(f"group {group.name!r}: {''.join(names)} left before the group was complete ({reason})")
     if not group.applicants.waiting:
         registry.forget(group)
 

@@ -32,13 +32,13 @@ def new_group(registry: Registry, join: Join) -> Group:
     told = registry.told(join.group)
     if told is not None and not _suits(join, told):
         raise InvalidWorldSizeError(
-            f"{join.name!r} wants a world size of {join.world_size}, the coordinator was started with {told} "
+            f"{join.name!r} wants a world size of {join.world_size}, but the coordinator was started with {told} "
             f"for group {join.group!r}"
         )
     if told is None and not join.world_size:
         raise InvalidWorldSizeError(
-            f"nobody said how many workers group {join.group!r} has: give world_size= to connect (or WORLD_SIZE "
-            f"in the environment), or --workers N to `gradserver serve`"
+            f"the world size of group {join.group!r} is unknown: pass world_size= to connect, set WORLD_SIZE, or start "
+            f"the coordinator with `gradserver serve --workers N`"
         )
     policy = told or Policy.of(join.world_size, join.group)
     if len(registry.groups) >= MAX_GROUPS:
@@ -60,7 +60,7 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
     check_name(f"in a group of {most}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     if not _suits(join, policy):
         raise InvalidWorldSizeError(
-            f"{join.name!r} wants a world size of {join.world_size}, group {group.name!r} has {policy}"
+            f"{join.name!r} wants a world size of {join.world_size}, but group {group.name!r} has {policy}"
         )
     if group.begun and (policy.needs_all or group.broken is not None):
         why = f"it broke ({group.broken.message})" if group.broken else f"it is in round {group.rounds.number}"
@@ -73,13 +73,14 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
         )
     if join.rank >= group.members.world:
         raise InvalidRankError(
-            f"{join.name!r} wants rank {join.rank}, ranks of group {group.name!r} are 0 to {group.members.world - 1}"
+            f"{join.name!r} wants rank {join.rank}, but the ranks of group {group.name!r} are 0 to "
+            f"{group.members.world - 1}"
         )
     for applicant in group.applicants.waiting:
         if join.rank >= 0 and applicant.join.rank == join.rank:
             raise JoinRefusedError(
                 f"rank {join.rank} of group {group.name!r} is taken by {applicant.join.name!r}, "
-                f"who has waited for {now - applicant.since:.1f} s"
+                f"which has waited for {now - applicant.since:.1f} s"
             )
 
 

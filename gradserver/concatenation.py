@@ -1,4 +1,4 @@
-"""Joins and splits contributions that are not reduced, slice by slice."""
+"""Concatenation of contributions that are not reduced, as of ALL_GATHER, and their parts, slice by slice."""
 
 from __future__ import annotations
 
