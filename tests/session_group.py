@@ -313,15 +313,6 @@ MAY_BE_LOST = {"reduce_scatter", "gather", "scatter", "all_to_all", "uneven", "s
 """Collectives with bytes of its own for a member: what is lost of these on its way, no other member has."""
 
 
-def _spread(act: Act) -> Act:
-    """Return what a group with data shards does instead of ``act``.
-
-    If one shard's part of a collective with bytes of its own for each member is over, and another's is not, when the
-    coordinator is lost, some members hear that it was lost, and others wait for these until the deadline.
-    """
-    return act._replace(kind="sum") if act.kind in MAY_BE_LOST else act
-
-
 class Group:
     """The nodes of one world.
 
@@ -350,7 +341,7 @@ class Group:
         policy: Policy | int | None = None,
         preemption: float = 0.0,
     ) -> None:
-        self.size, self.program = size, [_spread(act) if len(rates) > 1 else act for act in program]
+        self.size, self.program = size, program
         self.buckets = [size for module in modules for size in module]
         names = iter(range(len(self.buckets)))
         dtype = dtype_of("float64")
@@ -450,6 +441,7 @@ class Group:
         self._check_rounds()
         self._check_states()
         self._check_collectives()
+        self._check_ends()
         self._check_times()
 
     def _check_errors(self) -> None:
@@ -553,6 +545,17 @@ class Group:
                 assert len({repr(outcome.value) for _, outcome in good}) <= 1, f"{act.kind}: different results"
             if not self.dead and act.kind not in MAY_BE_LOST:
                 assert len(good) == len(found), f"{act.kind} failed: {[outcome.error for _, outcome in found]}"
+
+    def _check_ends(self) -> None:
+        """Check that a collective fails at all members alike, but for those that had its end when another lost that."""
+        for place, act in enumerate(self.program):
+            if act.kind == "transfer":  # some have no part in it
+                continue
+            found = [node.outcomes[place].error for node in self.nodes if place in node.outcomes]
+            errors = {type(error) for error in found if error is not None}
+            assert len(errors) <= 1, f"{act.kind} at {place} fails in different ways: {found}"
+            if None in found and errors:
+                assert errors == {ConnectionLostError}, f"{act.kind} at {place} fails at some: {found}"
 
     def _check_times(self) -> None:
         """Check that a round ends soon after the coordinator was lost, and whatever else happened meanwhile.

@@ -10,7 +10,7 @@ import sys
 import time
 from functools import partial
 
-from tests.session_group import COLLECTIVES, Act, Group
+from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group
 from tests.session_world import real_code
 
 RATES = ((1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0))
@@ -30,6 +30,23 @@ def script(seed: int) -> Group:
     for _ in range(chance.randint(0, 6)):
         what = partial(chance.choice(happenings), chance.randint(0, 3))
         group.world.at[chance.randint(0, STEPS)].append(what)
+    return group
+
+
+def script_of_parts(seed: int) -> Group:
+    """Make a group with data shards that exchanges most often what is another's for each member."""
+    chance = random.Random(seed)
+    kinds = (*sorted(COLLECTIVES), *sorted(MAY_BE_LOST) * 6, *["round"] * 30)
+    acts = [Act(chance.choice(kinds), chance.randint(1, 40), chance.randint(0, 3)) for _ in range(chance.randint(2, 7))]
+    program = [act if act.kind != "round" else Act() for act in acts]
+    fuses = [chance.randint(0, 60) for _ in range(chance.randint(0, 4))]
+    rates = chance.choice(((1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)))
+    sizes, preemption = [chance.randint(1, 20)], chance.choice((0.0, 0.0, 0.05))
+    group = Group(chance.randint(2, 4), [sizes], [*program, Act()], seed, rates, fuses, preemption=preemption)
+    happenings = (group.break_line, group.break_line, group.kill, group.world.kill_any_shard)
+    for _ in range(chance.randint(0, 4)):
+        what = partial(chance.choice(happenings), chance.randint(0, 3))
+        group.world.at[chance.randint(0, 400)].append(what)
     return group
 
 

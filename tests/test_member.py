@@ -209,9 +209,8 @@ class Durable(Alone):
         self.member.exchanges.endure(memory, Slots(memory), inventory)
 
     def holds(self) -> tuple[Holding, list[Span]]:
-        said = self.recovery.holding(self.member.exchanges.shards[0])
-        assert said is not None
-        return said[0], unpack_spans(said[1])
+        ((_, holding, spans),) = self.recovery.holdings()
+        return holding, unpack_spans(spans)
 
 
 def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result() -> None:
@@ -230,7 +229,7 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
 
     assert holding == Holding(1, 0, 1.0, -1)
     assert [(span.state, span.first, span.stop) for span in spans] == [(State.HELD, 1, 2)]
-    assert durable.recovery.holding(primary) is None, "that is said once"
+    assert durable.recovery.holdings() == [], "that is said once"
     assert durable.recovery.stands(primary, 0)
     assert durable.recovery.again == 1
     assert durable.sends() == [0]

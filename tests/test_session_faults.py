@@ -33,11 +33,12 @@ from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.carryover import CarryOver
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.inventory import Inventory
+from gradserver.worker.member.recovery import Recovery
 from gradserver.worker.member.retained import Retained
 from gradserver.worker.member.sendqueue import ShardTraffic
 from tests import fibers
 from tests.session_group import Act, Group, LateGroup
-from tests.session_scripts import check, script
+from tests.session_scripts import check, script, script_of_parts
 from tests.session_world import real_code
 
 SCRIPTS = 150
@@ -264,6 +265,7 @@ FAULTS: dict[str, Plant] = {
     "a data shard does not know the membership": _a_shard_knows_no_epoch,
     "a member that says what it holds waits for itself": method(fibers.VirtualThreading, "RLock", fibers.Lock),
     "a member says how long frames are that it lacks": method(inventory, "Op", SimpleNamespace(FRAMED=None)),
+    "a part of a collective is over though others are open": method(Recovery, "_take_back", lambda _: None),
 }
 
 
@@ -291,6 +293,7 @@ SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
     "what a worker gives too late counts again and again": _late,
     "a data shard does not know the membership": _replaced_twice,
     "a member says how long frames are that it lacks": _gathers,
+    "a part of a collective is over though others are open": script_of_parts,
 }
 """Scripts of faults that show too seldom in those of `tests.session_scripts`."""
 

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.policy import Lateness, Policy
 from tests.examples import examples
-from tests.session_group import COLLECTIVES, Act, Group, LateGroup
-from tests.session_scripts import check, script
+from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
+from tests.session_scripts import check, script, script_of_parts
 from tests.session_world import real_code
 
 
@@ -33,6 +33,10 @@ modules = st.lists(buckets, min_size=1, max_size=2)
 rounds = st.lists(st.just(ROUND), min_size=1, max_size=5)
 collectives = st.builds(Act, st.sampled_from(sorted(COLLECTIVES)), st.integers(1, 20), st.integers(0, 3))
 programs = st.lists(st.one_of(st.just(ROUND), collectives), min_size=1, max_size=8)
+portions = st.lists(
+    st.builds(Act, st.sampled_from(sorted(MAY_BE_LOST)), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=6
+)
+"""Collectives with bytes of its own for each member."""
 fuses = st.lists(st.integers(0, 80), max_size=4)
 many_rates = st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
 sharded = many_rates.filter(lambda rates: len(rates) > 1)
@@ -130,6 +134,27 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
     group.check()
 
 
+@given(st.integers(2, 4), portions, fuses, happenings, happenings, happenings, sharded, seeds, preemptions)
+@settings(max_examples=examples(15))
+def test_what_is_another_for_each_member_comes_from_all_shards_or_from_none(
+    world: int,
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    losses: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+    chance: float,
+) -> None:
+    group = Group(world, [[9]], [*program, ROUND], seed, rates, crashes, preemption=chance)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    plan(group, losses, group.world.kill_any_shard)
+    group.run()
+    group.check()
+
+
 @given(worlds, modules, st.data(), fuses, happenings, happenings, many_rates, seeds)
 @settings(max_examples=examples(15))
 def test_groups_of_several_modules_lose_no_round(
@@ -197,6 +222,14 @@ def test_groups_that_wait_for_some_count_each_gradient_once(
     group.check()
 
 
+@pytest.mark.parametrize("kind", ["all_to_all", "gather", "reduce_scatter", "scatter"])
+def test_what_one_shard_has_answered_is_not_waited_for_at_another(kind: str) -> None:
+    """Test a coordinator that is lost at each point of a collective with bytes of its own for each member."""
+    for fuse in range(8, 14):
+        for seed in range(12):
+            check(Group(3, [[9]], [Act(kind, 9), ROUND, ROUND], seed, (1.0, 1.0), [fuse]))
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "gather_object"])
 def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str) -> None:
     """Test that the one that opens the group in its second recovery knows the membership."""
@@ -213,3 +246,10 @@ def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str
 def test_all_laws_hold_in_many_scripts(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
         check(script(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(5))
+def test_what_is_another_for_each_member_keeps_all_laws_in_many_scripts(part: int) -> None:
+    for seed in range(150 * part, 150 * (part + 1)):
+        check(script_of_parts(seed))

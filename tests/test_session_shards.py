@@ -402,6 +402,124 @@ def test_a_result_of_a_late_member_that_overtakes_the_agreement_stays(tape: Shar
     assert session.member.stragglers.backlog.has(0)
 
 
+# ── collectives that begin again whole ────────────────────────────────────────────────────────────────
+
+WHOLE = {  # three slices or four, for as many ranks and shards
+    Kind.ALL_TO_ALL: operation_of(Kind.ALL_TO_ALL, Op.NONE, UINT8, 3 * MIB),
+    Kind.SCATTER: operation_of(Kind.SCATTER, Op.NONE, UINT8, 3 * MIB, root=0),
+    Kind.GATHER: operation_of(Kind.GATHER, Op.NONE, UINT8, MIB, root=0),
+    Kind.REDUCE_SCATTER: operation_of(Kind.REDUCE_SCATTER, Op.SUM, UINT8, 3 * MIB),
+}
+
+
+def begin(session: Session, operation: Operation) -> Handle:
+    gives = None if operation.kind is Kind.SCATTER else np.zeros(operation.numel, np.uint8)
+    return session.collective(operation, gives, lambda _start, _stop, _payload: None)
+
+
+def answer_part(session: Session, operation: Operation, shard: int, stop: int = 27) -> None:
+    """Answer the slices before ``stop`` of a shard's part; the result of this member's chunk has bytes."""
+    layout, bounds = session.member.exchanges.table.share(collective(0), operation)
+    for index in range(bounds[shard], min(stop, bounds[shard + 1])):
+        is_others = operation.kind is Kind.REDUCE_SCATTER and layout.owner(index) != 1
+        payload = None if is_others or operation.kind is Kind.GATHER else bytes(layout.reply_bytes(index, index + 1))
+        answer(session, shard, collective(0), index, payload)
+
+
+def inventory(session: Session, tape: Durable, generation: int) -> dict[int, list[tuple[int, State, int, int]]]:
+    """Let a recovery begin, and return what this member says by shard: of which collective which slices are how."""
+    tape.sent.clear()
+    tape.shards.clear()
+    for shard in range(3):
+        assert not tape.sent, "it says what it holds when it has heard all shards"
+        say(session, shard, Resumed(1, generation, URLS))
+    return {
+        shard: [(span.key.number, span.state, span.first, span.stop) for span in unpack_spans(payloads[0])]
+        for shard, (message, payloads) in zip(tape.shards, tape.sent, strict=True)
+        if isinstance(message, Holding)
+    }
+
+
+def stand(session: Session, tape: Durable, generation: int) -> list[list[tuple[int, int]]]:
+    """Let the recovery end, and return what is pushed to each shard."""
+    tape.sent.clear()
+    tape.shards.clear()
+    for shard in range(3):
+        say(session, shard, Standing(generation, 0))
+    return [tape.pushed(shard) for shard in range(3)]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_others_get_is_open_at_all_shards_until_all_have_answered(
+    kind: Kind, durable: tuple[Session, Durable]
+) -> None:
+    """Test collectives with bytes of its own for each member, of which one shard has answered its part."""
+    session, tape = durable
+    operation = WHOLE[kind]
+    tape.shards.clear()
+    handle = begin(session, operation)
+    first = [tape.pushed(shard) for shard in range(3)]
+    answer_part(session, operation, 0)
+
+    said = inventory(session, tape, 8)
+
+    assert {state for shard in range(3) for _, state, _, _ in said[shard]} == {State.LACKING}
+    assert stand(session, tape, 8) == first, "it is given again whole"
+    for shard in range(3):
+        assert not handle.done()
+        answer_part(session, operation, shard)
+    handle.wait()
+    assert session.idle()
+    own = State.HELD if kind is Kind.REDUCE_SCATTER else State.OVER
+    said = inventory(session, tape, 9)
+    assert [{state for _, state, _, _ in said[shard]} for shard in range(3)] == [{State.OVER}, {own}, {State.OVER}]
+    assert stand(session, tape, 9) == [[], [], []]
+
+
+def test_a_part_whose_results_are_kept_stays_done(durable: tuple[Session, Durable]) -> None:
+    """Test a shard that has this member's chunk alone: others that lack it get it from here."""
+    session, tape = durable
+    operation = WHOLE[Kind.REDUCE_SCATTER]
+    handle = begin(session, operation)
+    answer_part(session, operation, 1)
+
+    assert inventory(session, tape, 8)[1] == [(0, State.HELD, 1, 2)]
+    assert stand(session, tape, 8)[1] == []
+    for shard in (0, 2):
+        answer_part(session, operation, shard)
+    handle.wait()
+
+
+def test_what_is_kept_no_more_is_open_again_while_the_collective_is(durable: tuple[Session, Durable]) -> None:
+    """Test a chunk that is larger than what is kept: no result of it is over before the rest is."""
+    session, tape = durable
+    operation = operation_of(Kind.REDUCE_SCATTER, Op.SUM, UINT8, 3 * 9 * MIB)
+    handle = begin(session, operation)
+    answer_part(session, operation, 1)
+
+    assert inventory(session, tape, 8)[1] == [(0, State.HELD, 14, 18), (0, State.LACKING, 9, 14)]
+    assert stand(session, tape, 8)[1] == [(0, 9), (0, 10)]
+    for shard in range(3):
+        answer_part(session, operation, shard, stop=14 if shard == 1 else 27)
+    handle.wait()
+
+
+def test_what_is_given_again_goes_in_front_of_later_collectives(durable: tuple[Session, Durable]) -> None:
+    session, tape = durable
+    operation = WHOLE[Kind.ALL_TO_ALL]
+    handle, later = begin(session, operation), all_reduce(session, memory(3))
+    answer_part(session, operation, 0)
+
+    inventory(session, tape, 8)
+
+    assert stand(session, tape, 8)[0] == [(0, 0), (1, 0)]
+    for shard in range(3):
+        answer_part(session, operation, shard)
+        answer(session, shard, collective(1), shard, bytes(SLICE_BYTES))
+    handle.wait()
+    later.wait()
+
+
 # ── coming and going ──────────────────────────────────────────────────────────────────────────────────
 
 

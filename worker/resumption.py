@@ -181,9 +181,8 @@ class Resumption:
         traffic.channel.watch(traffic.member.idle)
 
     def _hold(self, channel: Channel) -> None:
-        """Send the inventory to each shard from which nothing is on its way any more that was sent before."""
-        for shard in self._traffic.member.exchanges.shards:
-            with self._traffic.mutex:
-                said = self.recovery.holding(shard)
-            if said is not None:
-                channel.send(said[0], (said[1],), shard.number)
+        """Send each shard its part of the inventory, if nothing is on its way any more that was sent before."""
+        with self._traffic.mutex:
+            said = self.recovery.holdings()
+        for shard, holding, spans in said:
+            channel.send(holding, (spans,), shard)

@@ -47,8 +47,7 @@ member                                   coordinator
 | Resumed   | data shard → member  | the same ``version``, behind the last that it has sent of what is void now: when |
 |           |                      | it hears of the recovery, or behind Attended                                     |
 | Holding   | member → data half   | once for every Resumed, with its ``version``, of the slices that are that half's:|
-|           |                      | to a shard elsewhere when both it and the primary have said Resumed. What was    |
-|           |                      | sent before the Resumed has been read then                                       |
+|           |                      | to each when all have said Resumed. What was sent before these has been read then|
 | Fetch     | data half → member   | between Holding and Standing; only for what the Holding (or a Result since then) |
 |           |                      | named                                                                            |
 | Held      | member → data half   | once for every Fetch. Which holder is asked is the coordinator's choice          |
@@ -64,9 +63,10 @@ Guarantees
   so is what a departed member counted for.
 - A member that pushes before Standing is not heard: what it says is dropped.
 - Of a collective or transfer that is not done at a member, some slices were answered without bytes while others get
-  some. If it keeps no copy of these (others' chunks), they are LACKING, and are given again. Of one that is done there
-  they are OVER: a member that lacks such a slice, without any holder, gets a ConnectionLostError. Bytes for a slice of
-  which a member gets none say that it was answered; if they are fetched from it, its Held has none.
+  some. If it keeps no copy of these (others' chunks), they are LACKING, and are given again. Of one that is done there,
+  at all data halves, they are OVER: if no member holds a slice that one lacks, each that is not done gets a
+  ConnectionLostError. Bytes for a slice of which a member gets none say that it was answered; if they are fetched from
+  it, its Held has none.
 - A call that has failed at a member gives a MembershipChangedError to those that lack it, if it gave one there, and
   else a ConnectionLostError. So it is called again by all members, or by none.
 - The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where

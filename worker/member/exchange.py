@@ -71,14 +71,21 @@ class Siblings:
         left: how many are neither done nor given up.
         error: why the exchange failed, if a shard has said so.
         verdict: what is known if no shard says why.
+        done: parts that are done, of a collective that a recovery begins again whole.
     """
 
-    __slots__ = ("error", "left", "verdict")
+    __slots__ = ("done", "error", "left", "verdict")
 
     def __init__(self, left: int) -> None:
         self.left = left
         self.error: GradServerError | None = None
         self.verdict: GradServerError | None = None
+        self.done: list[Exchange] = []
+
+    def take_back(self, part: Exchange) -> None:
+        """Count a part that was done as open."""
+        self.done.remove(part)
+        self.left += 1
 
 
 class Exchange:

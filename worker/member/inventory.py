@@ -1,4 +1,29 @@
-"""The inventory of a member of a durable group: a coordinator that comes back can hand it on."""
+"""The inventory of a member of a durable group: a coordinator that comes back can hand it on.
+
+Of a collective with bytes of its own for each member (`PERSONAL`) no other member can hand on what one lacks. It begins
+again whole, from what members gave. Each data shard has a part of it, and decides by itself, from what all members say.
+So a member says the same to all shards: it opens parts again that are done, while another shard's part is open.
+
+    at this member                        what it says to each shard, of the shard's slices
+    ────────────────────────────────────  ──────────────────────────────────────────────────────────────────────────
+    not begun                             nothing
+    open at any shard                     HELD: what it gets and keeps, of GATHER (the root) and REDUCE_SCATTER (its
+                                          chunk); LACKING: all else, also what was answered, or was kept before
+    done at all shards                    HELD: the same; OVER: all else
+    failed at any shard                   FAILED, or CHANGED if it is to be called again
+
+    at the members that are present       what becomes of it at each that has it open
+    ────────────────────────────────────  ──────────────────────────────────────────────────────────────────────────
+    open, or not begun, at all            slices that one holds are handed on, the others are given again by all
+    … and a member has departed           the first shard to which it is given again fails it: MembershipChangedError
+    done at some, and these or others     it has its results from them
+      hold each slice that one lacks
+    done at some, and a slice is lost     ConnectionLostError from each shard that has such a slice, and any member that
+                                          lacks one lacks all that none holds; those that are done have their results
+    failed at some                        the same error from each shard
+
+It makes no difference whether the coordinator, a shard, or a connection was lost: a recovery begins at all shards.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +81,23 @@ class Inventory:
             elif exchange.operation.kind not in PORTIONED and is_held:
                 self.retained.pass_on(Kept(own._replace(present=False), None, shard))
         if len(exchange.answered) + result.slices == exchange.stop - exchange.start:
-            self.retained.over(result.key, self._of_others(exchange), shard)
+            self._part_done(exchange)
+
+    def _part_done(self, exchange: Exchange) -> None:
+        """Note slices of which only others get bytes as over, when all shards have answered."""
+        if exchange.operation.kind not in PERSONAL:
+            return
+        parts, siblings = [exchange], exchange.siblings
+        if siblings is not None:
+            siblings.done.append(exchange)
+            parts = siblings.done if siblings.left == 1 else []
+        for part in parts:
+            self.retained.over(part.key, self._of_others(part), part.shard)
+
+    def take_back(self, part: Exchange) -> bool:
+        """Open slices of ``part`` again, but those with results that are kept. Return true if any is open then."""
+        part.give_again(part.answered - self.retained.open_again(part.key, part.shard))
+        return not part.done
 
     def early(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """Keep the result of a bucket that is not begun, until it is."""
@@ -104,7 +145,6 @@ class Inventory:
         for key, exchange in shard.exchanges.items():
             if key.stream == Stream.BUCKET or exchange.dropped:
                 continue
-            exchange.give_again(self._of_others(exchange))
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
             layout = exchange.layout
             replies = 0 if exchange.operation.op is Op.FRAMED else layout.replies  # frames may be any shorter
@@ -124,8 +164,6 @@ class Inventory:
 
     def _of_others(self, exchange: Exchange) -> list[int]:
         """List slices of which only others get bytes."""
-        if exchange.operation.kind not in PERSONAL:
-            return []
         return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
 
     def of_round(self, key: ExchangeKey) -> int:

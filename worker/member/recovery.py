@@ -5,8 +5,7 @@
     state     event                       next      what happens
     ────────  ──────────────────────────  ────────  ───────────────────────────────────────────────────────────────
     FLOWING   the connection breaks       HELD      nothing is pushed
-    any       Resumed                     HELD      Holding: each slice that it keeps the result of
-    any       … at one of several halves  HELD      the same, when both it and the primary have said so
+    any       Resumed, of all halves      HELD      Holding to each: its slices that it keeps the result of
     HELD      Fetch                       HELD      Held: such a result
     HELD      Result                      HELD      as any other; also if nothing was pushed, or not even begun
     HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, MalformedMessageError
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import PERSONAL, ExchangeKey, Stream
 from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, pack_spans
 from gradserver.worker.member.inventory import Inventory
@@ -40,10 +39,8 @@ class Recovery:
         self._inventory = inventory
         self._heard: dict[int, int] = {}
         """The latest generation that each shard has told of."""
-        self._said: dict[int, int] = {}
-        """The generation for which each shard was told what this member holds."""
-        self._stands_at = -1, 0, 0.0, -1
-        """Facts that all shards are told alike: generation, round, weight in it, and section of the round before."""
+        self._said = -1
+        """The generation for which the shards were told what this member holds."""
 
     def suspend(self) -> None:
         """Push nothing, until it is known what counts."""
@@ -54,7 +51,7 @@ class Recovery:
         """Begin on a new connection; give what is said first there. ``serves`` if this member can send its state."""
         self.suspend()  # the connection before may have broken when some shards had said Standing
         self._heard.clear()
-        self._said.clear()
+        self._said = -1
         rounds, welcome = self._member.rounds, self._member.identity.membership
         plan = rounds.plan.hash if rounds.plan is not None else ""
         epoch = rounds.announced.latest
@@ -81,27 +78,40 @@ class Recovery:
         """Count from now on what is pushed again."""
         self.again = 0
 
-    def holding(self, shard: ShardTraffic) -> tuple[Holding, bytes] | None:
-        """Give what this member holds of a shard's slices; None if that was said, or is not to be said yet.
+    def holdings(self) -> list[tuple[int, Holding, bytes]]:
+        """Give what this member holds of each shard's slices; nothing if that was said, or is not to be said yet.
 
-        It is said when nothing is on its way any more that the shard sent before.
+        It is said when nothing is on its way any more that any shard sent before. So all shards hear of one moment:
+        none of them takes for open what is done for another.
         """
-        heard, said = self._heard.get(shard.number, -1), self._said.get(shard.number, -1)
-        if heard != self.generation or said == self.generation:
-            return None
-        member, inventory = self._member, self._inventory
-        if self.generation not in self._said.values():
-            inventory.retained.said()
-            for result, payload in member.stragglers.backlog.all():
-                inventory.early(result, payload, member.exchanges.shard_of(result))
-            number = self._round()
-            if not member.identity.membership.late:  # it is told again, and perhaps with a later epoch
-                member.rounds.announced.begin_again(number)
-            taking_part = member.rounds.pushed and number == member.rounds.number
-            weight = member.rounds.weight if taking_part else 0.0
-            self._stands_at = self.generation, number, weight, self._section_of(number - 1)
-        self._said[shard.number] = self.generation
-        return Holding(*self._stands_at), pack_spans(inventory.spans(shard))
+        member, inventory, shards = self._member, self._inventory, self._member.exchanges.shards
+        heard = {self._heard.get(shard.number, -1) for shard in shards}
+        if self._said == self.generation or heard != {self.generation}:
+            return []
+        self._said = self.generation
+        inventory.retained.said()
+        for result, payload in member.stragglers.backlog.all():
+            inventory.early(result, payload, member.exchanges.shard_of(result))
+        self._take_back()
+        number = self._round()
+        if not member.identity.membership.late:  # it is told again, and perhaps with a later epoch
+            member.rounds.announced.begin_again(number)
+        taking_part = member.rounds.pushed and number == member.rounds.number
+        weight = member.rounds.weight if taking_part else 0.0
+        holding = Holding(self.generation, number, weight, self._section_of(number - 1))
+        return [(shard.number, holding, pack_spans(inventory.spans(shard))) for shard in shards]
+
+    def _take_back(self) -> None:
+        """Open collectives again whole that no member can hand on, while any shard has not answered its part."""
+        shards = self._member.exchanges.shards
+        for shard in shards:
+            for exchange in shard.exchanges.values():
+                if exchange.dropped or exchange.operation.kind not in PERSONAL:
+                    continue
+                self._inventory.take_back(exchange)
+                done = () if exchange.siblings is None else exchange.siblings.done
+                for part in [part for part in done if self._inventory.take_back(part)]:
+                    shards[part.shard].take_back(part)
 
     def fetch(self, message: Fetch) -> tuple[Held, Buffer | None]:
         """Give a result that this member keeps and another lacks."""

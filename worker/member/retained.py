@@ -143,6 +143,12 @@ class Retained:
             self._over.setdefault((key, shard), set()).update(found)
             _keep_latest(self._over)
 
+    def open_again(self, key: ExchangeKey, shard: int) -> set[int]:
+        """Take no slice of a collective as over, which has begun again, and give those that are kept."""
+        self._over.pop((key, shard), None)
+        past = self._past.get((key.stream, shard), ())
+        return {one.kept.result.slice for one in past if one.kept.result.key == key}
+
     def pass_on(self, kept: Kept) -> None:
         """Keep that a slice is answered. A member that lacks it gets no bytes of it either, and can be told so."""
         self._passed[kept.result.key, kept.result.slice] = kept

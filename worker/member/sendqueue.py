@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import ExchangeKey, Pool
+from gradserver.protocol.exchange import ExchangeKey, Pool, Stream
 from gradserver.protocol.messages import Push
 from gradserver.worker.member.exchange import Exchange
 
@@ -134,3 +134,15 @@ class ShardTraffic:
         self.queue.add(exchange)
         if is_over:
             self.queue.hold_back(exchange)
+
+    def take_back(self, exchange: Exchange) -> None:
+        """Open ``exchange`` again, in its place among the others: `release` sends it."""
+        if exchange.siblings is not None:
+            exchange.siblings.take_back(exchange)
+        self.exchanges[exchange.key] = exchange
+        self.exchanges = {key: self.exchanges[key] for key in sorted(self.exchanges, key=_order)}
+
+
+def _order(key: ExchangeKey) -> tuple[int, ...]:
+    """Return where an exchange is sent among others: collectives in the order in which all members call them."""
+    return (key.stream, key.part, key.number) if key.stream == Stream.COLLECTIVE else (key.stream,)
