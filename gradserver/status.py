@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import zmq
 
+from gradserver.protocol.buffer import size_text
 from gradserver.protocol.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
@@ -160,7 +161,8 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         f"{rate('bytes_in') / 1e6:.1f} MB/s in, {rate('bytes_out') / 1e6:.1f} MB/s out"
     )
     if group["plan"]:
-        lines.append(f"  plan: {counted(group['plan']['buckets'], 'bucket')}, {_size(group['plan']['bytes'])} a round")
+        buckets, size = counted(group["plan"]["buckets"], "bucket"), size_text(group["plan"]["bytes"])
+        lines.append(f"  plan: {buckets}, {size} a round")
     flights = group.get("outstanding", [])
     last = (group["last_round"] or {}).get("last", -1)
     columns = ["rank", "worker", "in flight", "last round", "member"]
@@ -181,10 +183,6 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ from itertools import pairwise, zip_longest
 from math import prod
 from typing import Final, NamedTuple
 
+from gradserver.protocol.buffer import size_text
 from gradserver.protocol.codecs import Codec, codec_from
 from gradserver.protocol.dtypes import BY_CODE, FLOAT32, DType
 from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
@@ -221,8 +222,8 @@ class Plan:
     def size(self) -> str:
         """The size of a round, in words."""
         count = len(self._sections)
-        modules = f" of {len(self.sections)} modules, {self.nbytes / 1e6:.1f} MB" if self.is_shared else ""
-        return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {self.nbytes / 1e6:.1f} MB a round")
+        modules = f" of {len(self.sections)} modules, {size_text(self.nbytes)}" if self.is_shared else ""
+        return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {size_text(self.nbytes)} a round")
 
 
 def extend(plan: Plan | None, since: int, new: Plan, dropped: Collection[int] = (), now: int = 0) -> Plan:

@@ -137,7 +137,7 @@ def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
 
     found, logs = engine(tmp_path, Policy(1, 4))
 
-    assert logs == ["group 'g': waiting for b to come back, for 60 s; it was in round 8, epoch 2"]
+    assert logs == ["group 'g': waiting for 'b' to come back, for 60 s; it was in round 8, epoch 2"]
     group = found.control.groups["g"]
     assert (group.state.value, group.rounds.number, group.members.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
     assert group.members.seats.present == (1,)
@@ -164,7 +164,7 @@ def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tm
     found, logs = engine(tmp_path, 3)
 
     assert found.control.groups == {}
-    assert logs == ["group 'g' ends: --workers is 3 now, which is not what it began with"]
+    assert logs == ["group 'g' ends: --workers is 3 now, and must be what it was when the group began"]
 
 
 def test_a_group_that_needs_as_many_workers_as_it_has_goes_on(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ class Collectives(Transfers):
             timeout: limit for this call's wait.
 
         Returns:
-            The parts from all ranks, in the order of ranks: a tensor of the same shape, or a list of tensors; or a
+            The parts from all ranks, in the order of ranks, as a tensor of the same shape or a list of tensors; or a
             Handle.
 
         Raises:

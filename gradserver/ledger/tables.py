@@ -345,4 +345,4 @@ def moment(start: Start | None, clock: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s"
+    return f"{round(seconds, 3) + 0.0:.3f} s"  # not -0.000

@@ -59,13 +59,13 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
             continue
         policy = _policy(found, registry.told(name))
         if policy is None:
-            what = f"--workers is {registry.told(name)} now, which is not what it began with"
+            what = f"--workers is {registry.told(name)} now, and must be what it was when the group began"
             effects.log(f"group {name!r} ends: {what}", warning=True)
             continue
         group = _group(registry, name, found, policy, now)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
-        names = ", ".join(group.members.seats.present_names())
+        names = ", ".join(map(repr, group.members.seats.present_names()))
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")
         yield group

@@ -108,7 +108,9 @@ def check(group: Group | None, message: Resume) -> Group:
     if group is None or not group.is_durable:
         if group is not None and name and group.broken is None:
             raise group.left_out(message.seat, "its connection broke, and without --state-dir no place is kept")
-        raise JoinRefusedError(f"there is no durable group {message.group[:128]!r} to come back to: join it")
+        raise JoinRefusedError(
+            f"there is no durable group {message.group[:128]!r} to resume in: call connect again to join a new one"
+        )
     if name and not hmac.compare_digest(group.token(message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
             f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
