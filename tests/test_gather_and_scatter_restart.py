@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from gradserver import connect
 from gradserver.protocol.errors import ConnectionLostError
 from gradserver.worker.client import Worker
 from tests.cluster import PATIENCE, Daemon, Task, wait_until
+from tests.test_shard_processes import children_of
 
 WORLD = 3
 SIZE = 200_001
 """Elements for each rank: several slices."""
+KILLS = 4
 
 
 def given(rank: int, call: int, *shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -63,9 +66,13 @@ CALLS: list[Callable[[Worker, int], bool]] = [gathered, scattered, exchanged, to
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that the collector closes
+@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
-def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, tmp_path: Path) -> None:
-    """Test a call of which one has the result and another has not: it cannot be repeated, and the error says so."""
+def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, shards: int, tmp_path: Path) -> None:
+    """Test a call of which one has the result and another has not: it cannot be repeated, and the error says so.
+
+    Of some data shards, one is killed as well.
+    """
     enough, calls, lost = threading.Event(), [0] * WORLD, [0] * WORLD
 
     def work(worker: Worker) -> None:
@@ -83,7 +90,7 @@ def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, tmp_path:
             calls[worker.rank] = call
 
     with ExitStack() as stack:
-        options = "--workers", f"{WORLD}:{WORLD}", "--state-dir", str(tmp_path)
+        options = "--workers", f"{WORLD}:{WORLD}", "--state-dir", str(tmp_path), "--shards", str(shards)
         daemon = stack.enter_context(Daemon(*options))
         joining = [
             Task(connect, daemon.url, rank, WORLD, name=f"w{rank}", channel=channel, timeout=PATIENCE)
@@ -91,8 +98,11 @@ def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, tmp_path:
         ]
         workers = [stack.enter_context(task.result()) for task in joining]
         tasks = [Task(work, worker) for worker in workers]
-        for _ in range(4):
+        for _ in range(KILLS):
             until_more(calls, tasks)
+            if shards > 1:
+                os.kill(children_of(daemon.pid)[-1], signal.SIGKILL)
+                until_more(calls, tasks)
             daemon.send_signal(signal.SIGKILL)
             daemon.end()
             daemon = stack.enter_context(Daemon(*options))
@@ -100,6 +110,6 @@ def test_every_call_is_right_or_lost_and_no_worker_waits(channel: str, tmp_path:
         enough.set()
         for task in tasks:
             task.result()
-    assert max(lost) <= 4
+    assert max(lost) <= KILLS * (1 + (shards > 1))
     del joining, workers, tasks
     gc.collect()
