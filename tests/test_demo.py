@@ -48,7 +48,8 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    paths = os.pathsep.join(map(str, (ROOT / "tests" / "without_compiler", ROOT)))
+    return {**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"}
 
 
 def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:

@@ -229,8 +229,9 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
 
 
 @pytest.mark.parametrize("case", ["del job", "os.fork() and os.wait() and os._exit(0)"])
-def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str) -> None:
-    code = f"""
+def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
 import os, time
 from tests.test_job import Stoppable
 from gradserver.worker.stopping import stop_on_sigterm
@@ -239,8 +240,8 @@ stop_on_sigterm(job)
 {case}
 print("pid", os.getpid(), flush=True)
 time.sleep(60)
-"""
-    with Program("-c", code) as program:
+""")
+    with Program(str(script), loaded="torch") as program:
         os.kill(int(program.expect("pid ", STARTED_WITHIN)), signal.SIGTERM)
         assert program.end(10.0) == (0 if "fork" in case else -signal.SIGTERM)
 

@@ -1,0 +1,33 @@
+"""Stands in for torch's compiler where this folder is in ``PYTHONPATH``, for programs that compile nothing.
+
+The first optimizer of a process imports `torch._dynamo`, only to leave its own methods alone. That takes 1.5 s of a
+processor, as long as all of torch. Whatever else is asked of the compiler loads it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+class _Compiler(ModuleType):
+    """What optimizers use of `torch._dynamo`."""
+
+    @staticmethod
+    def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+        return function
+
+    @staticmethod
+    def graph_break(*_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        sys.modules.pop(self.__name__, None)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+sys.modules["torch._dynamo"] = _Compiler("torch._dynamo")
