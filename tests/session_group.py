@@ -457,9 +457,14 @@ class Group:
             had_time = node.waits and node.left >= 4 and node.began > last and learners == 1
             assert node.finished or not had_time, f"{node.name} never came in"
 
-    def _witnesses(self) -> list[Node]:
-        """Return the nodes whose results count. With a coordinator some that no other node has may be lost."""
-        return self.nodes if self.world.crashes or self.world.harness.rates[1:] else [*self.nodes, *self.dead]
+    def _witnesses(self, number: int) -> list[Node]:
+        """Return the nodes whose results of a round count: of one that was made again, the dead may have others.
+
+        A connection may break, or the coordinator be lost, with results on their way that a dead node alone had got.
+        It had not finished the round before the round was written.
+        """
+        times = sum(isinstance(one, Round) and one.record.round == number for one in self.world.harness.records)
+        return [node for node in [*self.nodes, *(self.dead if times == 1 else ())] if number in node.rounds]
 
     def _records(self) -> dict[int, RoundRecord]:
         """Return the last record of each round: of one that was made again, that counts."""
@@ -469,7 +474,7 @@ class Group:
 
     def _check_rounds(self) -> None:
         for number, record in self._records().items():
-            nodes = [node for node in self._witnesses() if number in node.rounds]
+            nodes = self._witnesses(number)
             act = self.program[self.place_of_round(number)]
             assert record.section == self.nodes[0].agreements[act.section].number
             for node in nodes:
@@ -521,9 +526,9 @@ class Group:
     def _check_states(self) -> None:
         """Check that all members have the same bits after each round."""
         first: dict[tuple[int, int], bytes] = {}
-        for node in self._witnesses():
-            for number, results in node.rounds.items():
-                for part, values in results.values.items():
+        for number in range(self.rounds):
+            for node in self._witnesses(number):
+                for part, values in node.rounds[number].values.items():
                     bits = values.tobytes()
                     assert first.setdefault((number, part), bits) == bits, "members hold different bits"
         finished = [node for node in self.nodes if node.finished]

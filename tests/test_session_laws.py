@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.policy import Lateness, Policy
+from gradserver.worker.clock import Clock
 from tests.examples import examples
+from tests.fibers import Scheduler, driving
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_scripts import check, script, script_of_parts
 from tests.session_world import real_code
@@ -64,6 +67,7 @@ def plan(group: Group, happens: Happenings, what: Callable[[int], object]) -> No
 
 
 @given(worlds, buckets, rounds, fuses, happenings, seeds, preemptions)
+@example(3, [5, 11], [ROUND, ROUND, ROUND], [51], {}, 200343, 0.05)  # it is lost while a member begins to leave
 @settings(max_examples=examples(18))
 def test_lost_coordinators_and_connections_cost_no_member_anything(
     world: int, sizes: list[int], program: list[Act], crashes: list[int], breaks: Happenings, seed: int, chance: float
@@ -96,6 +100,7 @@ def test_lost_data_shards_cost_no_member_anything(
 
 
 @given(worlds, buckets, rounds, fuses, happenings, happenings, many_rates, seeds)
+@example(2, [8], [ROUND], [], {2: [1]}, {10: [0]}, (1.0,), 1)  # the only one dies that has the results of the round
 @settings(max_examples=examples(18))
 def test_members_that_are_left_lose_no_round_and_hold_the_same(
     world: int,
@@ -253,3 +258,16 @@ def test_all_laws_hold_in_many_scripts(part: int) -> None:
 def test_what_is_another_for_each_member_keeps_all_laws_in_many_scripts(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
         check(script_of_parts(seed))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_connection_that_breaks_stops_the_clock_of_a_member_that_leaves(seed: int) -> None:
+    chance = Random(seed)
+    scheduler = Scheduler(chance, preemption=0.5)
+    with driving(scheduler):
+        clock = Clock()
+        for body in (clock.run_on, clock.stop):
+            scheduler.spawn(body)
+        while fibers := scheduler.runnable():
+            scheduler.resume(chance.choice(fibers))
+        assert clock.runs

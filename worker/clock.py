@@ -42,9 +42,9 @@ class Clock:
 
     def run_on(self) -> None:
         """Run on, and stop no more."""
-        self.go()
         with self._changes:
-            self._runs_on = True
+            self._runs_on = True  # first: a connection may break in another thread now, which would stop it for ever
+        self.go()
 
     def wait(self, timeout: float) -> bool:
         """Wait until it runs, for ``timeout`` seconds at most. Return whether it does."""
