@@ -344,10 +344,7 @@ class Group:
         self.size, self.program = size, program
         self.buckets = [size for module in modules for size in module]
         names = iter(range(len(self.buckets)))
-        dtype = dtype_of("float64")
-        self.plans: list[Plan] = [
-            simple_plan([(f"b{next(names)}", size) for size in module], dtype) for module in modules
-        ]
+        self.plans = [self.plan_of({f"b{next(names)}": size for size in module}) for module in modules]
         self.policy = Policy(1, 8) if policy is None else policy
         self.world = World(self.policy, rates, seed, fuses, preemption)
         self.pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -367,6 +364,10 @@ class Group:
         """Return the place of a round in the program."""
         places = [place for place, act in enumerate(self.program) if act.kind == "round"]
         return places[number] if number < len(places) else len(self.program)
+
+    def plan_of(self, sizes: dict[str, int]) -> Plan:
+        """Return a module's plan."""
+        return simple_plan(sizes.items(), dtype_of("float64"))
 
     def weight(self, uid: int, number: int) -> float:
         """Return the weight of a process in a round."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,12 +24,13 @@ from gradserver import reducer
 from gradserver.engine.commands import Reduce
 from gradserver.engine.events import Disconnected, NonFinite, Received, Reduced, Sifted
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Round
+from gradserver.engine.records import Kind as RecordKind, Round
 from gradserver.protocol import wire
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Receiver
 from gradserver.protocol.errors import ClosedError, ConnectionLostError, CoordinatorUnreachableError
 from gradserver.protocol.messages import BePresent, Failure, Message, Place, Scope
+from gradserver.residuals import Residuals
 from tests import fibers
 from tests.crash_harness import CrashError
 from tests.engine_harness import small_slices
@@ -110,7 +112,9 @@ class Wire:
             raise ConnectionLostError("the connection is gone")
         if line.is_open and not line.is_gone:
             sent, _ = wire.decode([wire.encode(message), *payloads])
-            line.up.append((sent, [bytes(payload) for payload in payloads]))
+            copies = [bytes(payload) for payload in payloads]
+            line.up.append((sent, copies))
+            self._world.overhear(self.owner, sent, copies)
 
     def _read(self) -> None:
         """Hand over what comes, until the connection ends."""
@@ -190,6 +194,24 @@ class Hosts(Processes):
 
     gone: set[int] = field(default_factory=set)
     """Connections through which nothing goes any more."""
+    residuals: Residuals | None = None
+    """What lossy codecs owe at the coordinator, in files; None for memory, which is lost with it."""
+
+    def keep_residuals(self, directory: Path) -> None:
+        """Keep what lossy codecs owe in files."""
+        self.residuals = Residuals(directory)
+        self.residuals.restore(())
+
+    def kept(self, records: Sequence[RecordKind]) -> frozenset[str]:
+        if self.residuals is None:
+            return frozenset()
+        self.residuals = Residuals(self.residuals._directory)
+        return self.residuals.restore(records)
+
+    def write(self, record: RecordKind) -> None:
+        super().write(record)
+        if self.residuals is not None:
+            self.residuals.take(record)
 
     def sent_from(self, process: int, connection: int, message: Message, payloads: list[bytes]) -> None:
         is_cut = process and connection == LINK and process not in self.up
@@ -201,6 +223,8 @@ class Hosts(Processes):
         process = self.places.pop(id(reduce))
         if process and process not in self.minds:
             return []
+        if self.residuals is not None and not process:
+            self.residuals.provide(reduce)
         done = reducer.reduce(reduce)
         return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done))
 
@@ -243,6 +267,8 @@ class World:
         self.crashes: list[float] = []
         self.losses: list[float] = []
         self.ends: dict[int, float] = {}
+        self.overhear: Callable[[object, Message, list[bytes]], object] = lambda *_: None
+        """Called with each message that a worker sends."""
         self.steps = 0
         self.is_down_until = -1.0
         self._fuses = list(fuses)
