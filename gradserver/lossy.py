@@ -49,6 +49,10 @@ _codecs = _Codecs()
 def reduce_lossy(command: Reduce) -> Outcome:
     """Compute the encoded mean of encoded contributions of float32, weighted as any other."""
     rows, rank = list(command.contributions), -1
+    if not rows:
+        if (owed := _owed(command)) is not None:
+            owed.keep(command.key.number)
+        return Sifted(None, ())
     try:
         codec = command.operation.codec
         data: dict[int, Array] = {}
@@ -172,10 +176,17 @@ class Owed:
 
     def begin(self, number: int) -> None:
         """Begin round ``number``."""
-        before = [int(left) if left <= number else 0 for left in self._rounds]
+        self._rounds[self._rounds > number] = 0  # that was left by rounds which are made again, and is void
+        before = [int(left) for left in self._rounds]
         self._next = 0 if before[1] > before[0] else 1
         self._is_owed = max(before) > 0
         self._rounds[self._next] = 0
+
+    def keep(self, number: int) -> None:
+        """Leave behind round ``number``, to which no member contributes, what the round before has left."""
+        self.begin(number)
+        self.carry(slice(None))
+        self.end(number)
 
     def carry(self, elements: slice) -> Array:
         """Return the residual of some elements, to be replaced by what this round leaves. They are then in cache."""

@@ -78,6 +78,10 @@ class LossyGroup(Group):
             if (message.weight, payloads[0]) not in there:
                 there.append((message.weight, payloads[0]))
 
+    def is_reset(self) -> bool:
+        """Return whether the ledger says that anything that was owed was lost."""
+        return any(isinstance(one, Reset) for one in self.world.harness.records)
+
     # ── laws ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _check_rounds(self) -> None:

@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 
 from gradserver import reducer
 from gradserver.engine.commands import Reduce
+from gradserver.engine.declared import Kind as RecordKind
 from gradserver.engine.events import Disconnected, NonFinite, Received, Reduced, Sifted
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Kind as RecordKind, Round
+from gradserver.engine.records import Round
 from gradserver.protocol import wire
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Receiver

@@ -11,6 +11,7 @@ import pytest
 
 from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.declared import Kind
+from gradserver.engine.events import Sifted
 from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import reduce_lossy
 from gradserver.protocol.codecs import codec_of
@@ -31,18 +32,23 @@ def opened(directory: Path) -> Residuals:
     return residuals
 
 
+def command_of(residuals: Residuals, number: int, given: list[Contribution]) -> Reduce:
+    """Return the reduction of a round by a coordinator that knows nothing but ``residuals``."""
+    operation = PLAN.buckets[0].operation
+    key = ExchangeKey(Stream.BUCKET, number, 0)
+    command = Reduce("g", 1, key, 0, operation, 0, operation.codec.nbytes(NUMEL), NUMEL, Memory(), given, [], True)
+    residuals.provide(command)
+    return command
+
+
 def result(residuals: Residuals, number: int) -> bytes:
-    """Return the result of a round with two contributions, by a coordinator that knows nothing but ``residuals``."""
+    """Return the result of a round with two contributions."""
     operation = PLAN.buckets[0].operation
     given = []
     for rank in range(2):
         values = np.random.default_rng((number, rank)).standard_normal(NUMEL).astype(np.float32)
         given.append(Contribution(rank, 1.0, operation.codec.encode(values)))
-    nbytes = operation.codec.nbytes(NUMEL)
-    key = ExchangeKey(Stream.BUCKET, number, 0)
-    command = Reduce("g", 1, key, 0, operation, 0, nbytes, NUMEL, Memory(), given, [], True)
-    residuals.provide(command)
-    outcome = reduce_lossy(command)
+    outcome = reduce_lossy(command_of(residuals, number, given))
     assert isinstance(outcome, memoryview)
     return bytes(outcome)
 
@@ -56,6 +62,23 @@ def test_whatever_round_a_coordinator_dies_in_the_next_one_makes_the_same_result
     for number in range(6):
         assert result(opened(tmp_path / "b"), number) == expected[number]  # by one that died before any member heard
         assert result(opened(tmp_path / "b"), number) == expected[number]
+
+
+def test_what_a_void_result_has_left_is_in_no_later_one(tmp_path: Path) -> None:
+    """Test rounds that are made again: with nothing in one, and two of them, as in a group with a quorum."""
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    empty, other, twice, reset = (opened(tmp_path / name) for name in "abcd")
+    for number in range(3):
+        result(empty, number)
+        result(twice, number)
+    assert reduce_lossy(command_of(empty, 2, [])) == Sifted(None, ())
+    result(other, 0)
+    result(other, 1)
+    assert reduce_lossy(command_of(other, 2, [])) == Sifted(None, ())
+    assert result(empty, 3) == result(other, 3)
+
+    assert [result(twice, number) for number in (1, 2, 3)] == [result(reset, number) for number in (1, 2, 3)]
 
 
 def test_what_is_owed_matters(tmp_path: Path) -> None:

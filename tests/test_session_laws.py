@@ -206,6 +206,9 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
 @given(
     st.integers(1, 3), buckets, st.integers(2, 5), latenesses, fuses, happenings, happenings, joins, many_rates, seeds
 )
+@example(
+    1, [29], 5, Lateness(quorum=1, keeps=True), [11], {42: [0], 281: [0], 282: [1]}, {}, {69: [0]}, (1.0, 1.0, 1.0), 2
+)  # a learner may contribute from the next round on, and all connections break
 @settings(max_examples=examples(15))
 def test_groups_that_wait_for_some_count_each_gradient_once(
     world: int,

@@ -99,8 +99,9 @@ class Member:
     def adopt(self, epoch: int, ended: int) -> Membership | None:
         """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
         news = self.rounds.announced.take(epoch, ended)
-        if news is not None:
-            self.exchanges.adopt(news, self.identity.adopt(news, epoch))
+        if news is None or self.identity.member_id not in news.seats:  # a learner is in none before its first round
+            return None
+        self.exchanges.adopt(news, self.identity.adopt(news, epoch))
         return news
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────

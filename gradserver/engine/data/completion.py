@@ -34,8 +34,10 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     if operation.op is Op.FIRST:
         contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
     if all(contribution.payload is None for contribution in contributions):
-        answer(group, exchange, piece, None, now, effects)
-        return
+        if not (operation.is_lossy and group.order.durable and exchange.key.stream == Stream.BUCKET):
+            answer(group, exchange, piece, None, now, effects)
+            return
+        contributions = []  # what an earlier reduction of this round has left is void: its result was lost
     owner, receivers = exchange.owner(piece), _receivers(exchange, piece)
     getters = [piece.given[rank] for rank in receivers if gets(operation, rank, exchange.key, owner)]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]

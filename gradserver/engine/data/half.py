@@ -269,7 +269,9 @@ class Data:
                 group.rounds[event.key.number].count(event.key.part, event.digests)
             findings = outcome.findings if isinstance(outcome, Sifted) else ()
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
-            answer(group, exchange, piece, b"" if payload is None else payload, now, effects, findings)
+            if payload is None and (findings or not isinstance(outcome, Sifted)):
+                payload = b""  # it is in members' memory
+            answer(group, exchange, piece, payload, now, effects, findings)
 
     def _blame(
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects

@@ -1,0 +1,105 @@
+"""The laws of lossy wires with all of the workers' real code: nothing that a codec keeps back counts twice or is lost.
+
+Unless the ledger says so: without files of its own a coordinator takes along what it owes, and so does a data shard.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from tests.examples import examples
+from tests.lossy_session_group import LossyGroup
+from tests.session_world import real_code
+from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, worlds
+
+NAMES = ("int8", "bf16", "fp16", "topk:0.3", "randomk:0.3")
+codecs = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3)
+buckets = st.lists(st.integers(1, 60), min_size=1, max_size=3)
+rounds = st.integers(1, 6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _real_code() -> Iterator[None]:
+    with real_code():
+        yield
+
+
+@given(worlds, buckets, codecs, rounds, fuses, happenings, happenings, preemptions, seeds)
+@settings(max_examples=examples(20), deadline=None)
+def test_a_coordinator_with_files_owes_what_the_one_before_owed(
+    world: int,
+    sizes: list[int],
+    names: list[str],
+    count: int,
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    chance: float,
+    seed: int,
+) -> None:
+    group = LossyGroup(world, sizes, names, count, seed, (1.0,), crashes, preemption=chance)
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    with tempfile.TemporaryDirectory() as directory:
+        group.world.harness.keep_residuals(Path(directory))
+        group.run()
+    group.check()
+    assert not group.is_reset()
+
+
+@given(worlds, buckets, codecs, rounds, fuses, happenings, happenings, joins, many_rates, seeds)
+@example(2, [40], ["topk:0.3"], 3, [27], {}, {}, {}, (3.0, 0.5, 1.0), 5)  # the round is over before all shards go on
+@settings(max_examples=examples(20), deadline=None)
+def test_what_was_owed_is_kept_or_the_ledger_says_that_it_was_lost(
+    world: int,
+    sizes: list[int],
+    names: list[str],
+    count: int,
+    crashes: list[int],
+    breaks: Happenings,
+    losses: Happenings,
+    learners: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = LossyGroup(world, sizes, names, count, seed, rates, crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, losses, group.world.kill_any_shard)
+    plan(group, learners, group.join)
+    group.run()
+    group.check()
+    lost = len(rates) > 1 or group.world.crashes
+    assert lost or not group.is_reset()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_lossy_wires_keep_the_laws_in_many_scripts(part: int, tmp_path: Path) -> None:
+    for seed in range(100 * part, 100 * (part + 1)):
+        holds_in_script(seed, tmp_path / str(seed))
+
+
+def holds_in_script(seed: int, directory: Path) -> None:
+    """Run a group to which happens what ``seed`` decides."""
+    chance = Random(seed)
+    rates = chance.choice([(1.0,), (1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    sizes = [chance.randint(1, 60) for _ in range(chance.randint(1, 3))]
+    names, crashes = chance.sample(NAMES, chance.randint(1, 3)), [chance.randint(0, 80) for _ in range(3)]
+    preemption = chance.choice([0.0, 0.0, 0.05])
+    size, count = chance.randint(1, 4), chance.randint(1, 6)
+    group = LossyGroup(size, sizes, names, count, seed, rates, crashes[seed % 4 :], preemption=preemption)
+    if len(rates) == 1 and chance.random() < 0.7:
+        directory.mkdir()
+        group.world.harness.keep_residuals(directory)
+    what = [group.break_line, group.break_line, group.kill, group.join, group.world.kill_any_shard]
+    for _ in range(chance.randint(0, 5)):
+        group.world.at[chance.randint(0, 500)].append(partial(chance.choice(what), chance.randint(0, 3)))
+    group.run()
+    group.check()
