@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -54,17 +53,16 @@ def reduce_lossy(command: Reduce) -> Outcome:
             owed.keep(command.key.number)
         return Sifted(None, ())
     try:
-        codec = command.operation.codec
         data: dict[int, Array] = {}
         for rank, _, payload in rows:
             if payload is not None:
-                data[rank] = codec.data_of(payload, command.numel)
+                data[rank] = command.operation.codec.data_of(payload, command.numel)
     except ProtocolError as error:
         return Undecodable(rank, error)
     findings: list[Finding] = []
     while True:
         made = _reduce(command, [(one.rank, one.weight) for one in rows], data, False)
-        if made is not _NOT_FINITE:
+        if made is not None:
             break
         if not command.spans:
             return _blame(command)
@@ -78,7 +76,7 @@ def reduce_lossy(command: Reduce) -> Outcome:
         rows = [one for one in rows if one.rank in data or one.payload is None]
         if command.nonfinite is OnNonFinite.SKIP or not data:
             return Sifted(None, tuple(sorted(findings)))
-    assert made is not _NOT_FINITE
+    assert made is not None
     if isinstance(made, Undecodable):
         return made
     for target in command.targets:
@@ -87,19 +85,12 @@ def reduce_lossy(command: Reduce) -> Outcome:
     return Sifted(kept, tuple(sorted(findings))) if findings else kept
 
 
-class _Verdict(Enum):
-    NOT_FINITE = 0
-
-
-_NOT_FINITE: Final = _Verdict.NOT_FINITE
-
-
 def _reduce(
     command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
-) -> Array | Undecodable | _Verdict:
+) -> Array | Undecodable | None:
     """Compute the encoded mean of ``data``, by rank, or return why there is none. Ranks without data count as zeros.
 
-    With ``in_range`` no sum is larger than the largest contribution.
+    Returns None if the mean is not finite. With ``in_range`` no sum is larger than the largest contribution.
     """
     codec, guarded = command.operation.codec, command.nonfinite is not OnNonFinite.PROPAGATE
     weights = [weight for _, weight in shares]
@@ -109,8 +100,7 @@ def _reduce(
         for (rank, _), weight in zip(shares, scaled, strict=True)
         if rank in data
     ]
-    owed = _owed(command)
-    if owed is not None:
+    if (owed := _owed(command)) is not None:
         owed.begin(command.key.number)
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
@@ -125,7 +115,7 @@ def _reduce(
             divide(mean, divisor)
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
-                return _NOT_FINITE
+                return None
             if command.digests is not None:
                 found += _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
     if owed is not None:
@@ -177,9 +167,8 @@ class Owed:
     def begin(self, number: int) -> None:
         """Begin round ``number``."""
         self._rounds[self._rounds > number] = 0  # that was left by rounds which are made again, and is void
-        before = [int(left) for left in self._rounds]
-        self._next = 0 if before[1] > before[0] else 1
-        self._is_owed = max(before) > 0
+        self._next = 0 if self._rounds[1] > self._rounds[0] else 1
+        self._is_owed = bool(self._rounds.any())
         self._rounds[self._next] = 0
 
     def keep(self, number: int) -> None:
@@ -201,8 +190,7 @@ class Owed:
 
 def _owed(command: Reduce) -> Owed | None:
     """Find the residuals of this slice of a bucket; None for collectives, which have no next round."""
-    memory = command.memory
-    if memory is None:
+    if (memory := command.memory) is None:
         return None
     if memory.content is None:
         memory.content = Owed(np.zeros((2, command.numel), np.float32), np.zeros(2, np.uint64))

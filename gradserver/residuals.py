@@ -54,8 +54,7 @@ class Residuals:
         before = set(self._directory.glob(f"{_PREFIX}*.bin"))
         for record in records:
             self.take(record)
-        known = {path for files in self._groups.values() for path in files}
-        for path in before - known:
+        for path in before.difference(*self._groups.values()):
             path.unlink(missing_ok=True)
         return frozenset(group for group, files in self._groups.items() if before.issuperset(files))
 
@@ -67,7 +66,8 @@ class Residuals:
                     self._durable.add(group)
             case Closed(group):
                 self._durable.discard(group)
-                self._forget(group)
+                for path in self._groups.pop(group, {}):
+                    path.unlink(missing_ok=True)
             case Plan(group, _, number, plan) if group in self._durable:
                 self._open(group, number, plan)
 
@@ -105,10 +105,6 @@ class Residuals:
             found[place] = Owed(values[at : at + 2 * numel].reshape(2, numel), rounds[row])
             at += 2 * numel
         return found
-
-    def _forget(self, group: str) -> None:
-        for path in self._groups.pop(group, {}):
-            path.unlink(missing_ok=True)
 
 
 def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int]]:

@@ -79,8 +79,7 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
         group.rounds.begin(report.round)
         if group.recovery.note_loss():  # not later: the round may be over before all shards have said so
             journal.reset(group, effects)
-            what = "what lossy codecs had kept back at the coordinator was lost: residuals reset"
-            effects.log(f"group {group.name!r}: {what}", warning=True)
+            effects.log(f"group {group.name!r}: what lossy codecs had kept back is lost: residuals reset", warning=True)
     if group.recovery.note_standing(source) <= len(group.shards.connections):
         return
     group.recovery.end(group.rounds.number)
