@@ -422,7 +422,7 @@ def test_workers_of_one_name_are_numbered_when_a_group_begins_and_the_log_says_w
         assert welcome.names == ("same", "same-2", "same-3")
     warnings = [log.text for log in driven.logs if log.warning]
     assert len(warnings) == 2
-    assert "there is a 'same' already, so rank 1 is called 'same-2': give each worker a name of its own" in warnings[0]
+    assert "another worker is called 'same' already, so rank 1 is called 'same-2': give each" in warnings[0]
     assert "GRADSERVER_NAME" in warnings[0]
 
 

@@ -178,7 +178,7 @@ def test_books_that_are_opened_for_a_member_cost_a_joiner_its_state_and_no_more(
 
     error = group.harness.refusal(SEATS + 2)
     assert isinstance(error, LeftOutError)
-    assert "whoever was about to join has to begin anew" in error.message
+    assert "workers that were about to join have to join again" in error.message
     assert group.names() == ["w0", "w1"]
 
 

@@ -188,7 +188,7 @@ def join(wish: Wish) -> Worker:
     if worker.name != wish.join.name:
         log.warning(
             "this worker is called %r: there is another %r in group %r. Give each worker a name of its own "
-            "(GRADSERVER_NAME, or name=), by which it finds its place again",
+            "(GRADSERVER_NAME, or name=). With it, a worker that starts again gets its place back",
             *(worker.name, wish.join.name, worker.group),
         )
     return worker

@@ -174,10 +174,9 @@ def summary(story: Story) -> list[str]:
     if story.first is None:
         lines.append("  no round was completed")
     else:
-        hashed = "all" if story.hashed == story.count else "none" if not story.hashed else f"{story.hashed}"
         lines.append(
             f"  {span(story.first, story.last)}: {_seconds(median(story.took))} median, "
-            f"{_seconds(max(story.took))} maximum; {hashed} of {story.count} have digests"
+            f"{_seconds(max(story.took))} maximum; {story.hashed} of {story.count} have digests"
         )
         rows = [
             [

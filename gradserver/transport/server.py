@@ -285,8 +285,8 @@ class TcpServer:
         """Give up a connection on which a message is missing: nothing more is taken from it."""
         peer = self._peers.get(identity)
         if peer is None and not self._strangers.is_past(identity):
-            log.info("a stranger's connection is given up: %s", error.message)
-        lost = ConnectionLostError(f"this connection to {self.url} is given up: {error.message}")
+            log.info("closed the connection of a peer that has not joined: %s", error.message)
+        lost = ConnectionLostError(f"this connection to {self.url} is closed: {error.message}")
         told = self._strangers.farewell(identity) or Failure.of(lost, Scope.CONNECTION)
         self.route(identity, encode(told))
         self.forget(identity, told)

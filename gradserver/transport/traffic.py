@@ -147,7 +147,7 @@ class Traffic:
         """
         if not self.member and self.parted is None:
             if self.untaken > STRANGERS_BYTES:
-                return f"it has said {_mib(self.untaken)} and has not joined"
+                return f"it has sent {_mib(self.untaken)} and has not joined"
             return f"it has not read {_mib(self.unread)} of answers" if self.unread > STRANGERS_UNREAD else ""
         if self.unread > allowance:
             return unread_text(self.unread, allowance)
@@ -280,7 +280,7 @@ class Connections:
         """Drop all that still comes from a stranger. ``answers``: it can be answered, so its connection is known."""
         saying.over = True
         if answers and saying.traffic.since <= saying.since:
-            self._shut(saying.traffic, "it has said too many messages and has not joined")
+            self._shut(saying.traffic, "it has sent too many messages and has not joined")
 
     # ── what they cost ────────────────────────────────────────────────────────────────────────────────
 
@@ -301,7 +301,7 @@ class Connections:
         strangers = [one for one in here if not one.shut and _is_strangers(one)]
         said = sum(one.untaken for one in strangers)
         if said > ALL_STRANGERS_BYTES:
-            why = f"strangers have said {_mib(said)}, and this one most"
+            why = f"peers that have not joined have sent {_mib(said)}, and this one most"
             self._end(max(strangers, key=lambda one: one.untaken), why, members)
         cost = sum(one.untaken + one.unread for one in here if not one.shut)
         if cost > self._memory:

@@ -63,7 +63,7 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
     taken = [*group.members.by_seat, *group.learners.by_seat]
     same = [seat for seat in taken if group.members.seats.names[seat] == applicant.join.name]
     if same:
-        return f"{group.call(same[0])} is a member already, and a name is one worker's (GRADSERVER_NAME, or name=)"
+        return f"{group.call(same[0])} is a member already: give each worker its own name (GRADSERVER_NAME, or name=)"
     return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
 
 

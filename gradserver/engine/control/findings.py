@@ -45,7 +45,7 @@ class Findings:
         told = [f"{call(seat)} in {_where(plan, part, first)}" for seat, part, _, first in record.nonfinite[:_TOLD]]
         more = f" and {len(record.nonfinite) - _TOLD} more" if len(record.nonfinite) > _TOLD else ""
         becomes = "no worker applies it" if policy is OnNonFinite.SKIP else "left out of the mean"
-        since = f" (the same was so in {before} more rounds since this was said last)" if before else ""
+        since = f" (and in {before} more rounds since the last warning)" if before else ""
         what = f"round {record.round} of group {group!r} has NaN or Inf from {', '.join(told)}{more}"
         return f"{what}: {becomes}{since}. Look at that worker's data, loss and learning rate"
 

@@ -46,7 +46,8 @@ def arrive(group: Group, applicant: Applicant, effects: Effects) -> None:
     """Have an applicant wait for the others; when there are enough, the gathering begins."""
     group.applicants.join(applicant, group.policy)
     count = len(group.applicants.waiting)
-    effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({count} of {group.policy})")
+    of = " here; the group begins with" if group.policy.is_elastic else " of"
+    effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({count}{of} {group.policy})")
 
 
 def leave(registry: Registry, group: Group, connection: int, reason: str, effects: Effects) -> None:
@@ -109,7 +110,7 @@ def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat,
     names = numbered([one.join.name for one in chosen.values()])
     for name, (place, one) in zip(names, chosen.items(), strict=True):
         if name != one.join.name:
-            what = f"there is a {one.join.name!r} already, so rank {place} is called {name!r}"
+            what = f"another worker is called {one.join.name!r} already, so rank {place} is called {name!r}"
             hint = "give each worker a name of its own (GRADSERVER_NAME, or name=)"
             effects.log(f"group {group.name!r}: {what}: {hint}", warning=True)
     seats = {place: Seat(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)}

@@ -117,7 +117,7 @@ class Control:
 
     def left_out(self, connection: int, reason: str, effects: Effects) -> None:
         """Tell a worker that is silent that the others go on without it, for when it can hear again."""
-        error: GradServerError = ConnectionLostError(f"the coordinator has given this connection up: {reason}")
+        error: GradServerError = ConnectionLostError(f"the coordinator has closed this connection: {reason}")
         group = self._registry.group_of(connection)
         if group is not None and (seat := group.seat_of(connection)) >= 0:
             error = group.left_out(seat, reason)

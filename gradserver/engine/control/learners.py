@@ -104,7 +104,7 @@ def compare_plans(group: Group, effects: Effects) -> None:
         theirs, own = difference
         error = PlanMismatchError(
             f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members.by_seat)} have "
-            f"{theirs}; {group.call(seat)}, who wants to join, has {own}. Every worker must wrap the same module in "
+            f"{theirs}; {group.call(seat)}, which wants to join, has {own}. Every worker must wrap the same module in "
             f"the same way"
         )
         effects.send(learner.connection, Failure.of(error, Scope.PROPOSAL))
@@ -154,7 +154,7 @@ def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, 
                 if not learner.listens:
                     enter(group, learner.round, effects)
         case _:
-            raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, who may not say it now")
+            raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, which is not due now")
 
 
 def _check_sections(group: Group, learner: Learner) -> None:
@@ -162,7 +162,7 @@ def _check_sections(group: Group, learner: Learner) -> None:
     here, there = len(learner.sections), 0 if group.plans.plan is None else len(group.plans.plan.each)
     if here != there:
         raise PlanMismatchError(
-            f"group {group.name!r} trains {there} modules, and {learner.join.name!r}, who wants to join, has wrapped "
+            f"group {group.name!r} trains {there} modules, and {learner.join.name!r}, which wants to join, has wrapped "
             f"{here}: it must wrap the same ones in the same order before it enters"
         )
 
@@ -212,7 +212,7 @@ def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects
         delivery = group.learners.by_seat[transfer.learner].delivery
         who, donor = group.call(transfer.learner), group.call(transfer.donor)
         if delivery is None:
-            what = f"{donor} sends its state to {who}, and nobody waits for that"
+            what = f"{donor} sends its state to {who}, and no member waits for that"
         else:
             delivery.begin(now)
             most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
@@ -323,8 +323,8 @@ def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
     That is ``all_of_them`` if a data shard is lost, to which they were connected.
     """
     error = LeftOutError(
-        f"group {group.name!r} finds out who has what, as a member or a data shard was lost or has come back to it: "
-        f"whoever was about to join has to begin anew"
+        f"group {group.name!r} recovers, as a member or a data shard was lost or has come back: "
+        f"workers that were about to join have to join again"
     )
     everybody = group.learners.by_seat.values()
     here = everybody if all_of_them else [j for j in group.learners.hearing if j.stage is not Stage.WAITING]

@@ -53,7 +53,7 @@ def detach(registry: Registry, group: Group, seat: int, reason: str, now: float,
     effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
     if group.is_deserted:
         group.sessions.detach_all(group.members.by_seat, now + policy.reconnect)
-        effects.log(f"group {group.name!r}: nobody is left; it is kept for {policy.reconnect:g} s", warning=True)
+        effects.log(f"group {group.name!r}: all members are away; it waits {policy.reconnect:g} s", warning=True)
     group.order(Detach(group.name, seat), effects)
 
 
@@ -113,8 +113,8 @@ def check(group: Group | None, message: Resume) -> Group:
         )
     if name and not hmac.compare_digest(group.token(message.seat).encode(), message.token.encode()):
         raise JoinRefusedError(
-            f"this is not the token of seat {message.seat} in group {group.name!r}: somebody else has it, or it is not "
-            f"the group that was joined"
+            f"this is not the token of seat {message.seat} in group {group.name!r}: another worker has it, or it is "
+            f"not the group that was joined"
         )
     if group.broken is not None:
         raise group.broken.again()

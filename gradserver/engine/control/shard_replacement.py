@@ -67,7 +67,7 @@ def overdue(group: Group) -> DeadlineError:
     """Return what members are told when no process has come in the place of a lost shard."""
     places = ", ".join(group.shards.urls[place] or f"shard {place + 1}" for place in sorted(group.shards.lacking))
     return DeadlineError(
-        f"group {group.name!r} lacks data shards ({places}), and nobody has taken their place within "
+        f"group {group.name!r} lacks data shards ({places}), and no process has taken their place within "
         f"{group.timeout:g} s: start as many with `gradserver serve --join`"
     )
 
