@@ -121,6 +121,7 @@ def test_members_that_are_left_lose_no_round_and_hold_the_same(
 
 @given(worlds, buckets, programs, fuses, happenings, happenings, many_rates, seeds)
 @example(3, [25], [ROUND, ROUND], [41], {}, {103: [0]}, (0.0, 1.0), 1)  # one member had heard the round's end before
+@example(3, [1], [Act("max", 9), *5 * [ROUND]], [], {}, {0: [2]}, (1.0,), 1)  # one of the dead one's two slices counts
 @settings(max_examples=examples(20))
 def test_collectives_end_the_same_for_all_or_say_why_not(
     world: int,
@@ -209,6 +210,7 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
 @example(
     1, [29], 5, Lateness(quorum=1, keeps=True), [11], {42: [0], 281: [0], 282: [1]}, {}, {69: [0]}, (1.0, 1.0, 1.0), 2
 )  # a learner may contribute from the next round on, and all connections break
+@example(3, [1] * 3, 5, Lateness(quorum=1), [0, 6, 6], {}, {}, {0: [0], 1: [0], 2: [0]}, (1.0,), 0)  # many begin anew
 @settings(max_examples=examples(15))
 def test_groups_that_wait_for_some_count_each_gradient_once(
     world: int,
