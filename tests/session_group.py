@@ -267,6 +267,25 @@ def _uneven(node: Node, worker: Worker, act: Act) -> Any:
     return [row.tolist() for row in worker.all_to_all(_rows(node, act, True))]
 
 
+def _several(node: Node, worker: Worker, act: Act) -> Any:
+    """Have three collectives under way at once, and return what becomes of each: its result, or the error."""
+    data, size = np.concatenate(_rows(node, act, False)), act.numel
+    handles = [
+        worker.all_to_all(data.reshape(-1, size), async_op=True),
+        worker.all_reduce(node.tally(size), op="sum", async_op=True),
+        worker.reduce_scatter(data, op="sum", async_op=True),
+    ]
+    ends: list[Any] = []
+    for handle in handles:
+        try:
+            ends.append(handle.wait().tolist())
+        except (MembershipChangedError, WorkerLostError, ConnectionLostError) as error:
+            if worker.closed:
+                raise
+            ends.append(error)
+    return ends
+
+
 def _gather_object(node: Node, worker: Worker, act: Act) -> Any:
     return worker.all_gather_object(["x" * (node.member_id + act.numel), int(node.tally()[0])])
 
@@ -304,12 +323,13 @@ COLLECTIVES: dict[str, Do] = {
     "scatter": _scatter,
     "all_to_all": _all_to_all,
     "uneven": _uneven,
+    "several": _several,
     "gather_object": _gather_object,
     "broadcast_object": _broadcast_object,
     "scatter_object": _scatter_object,
     "transfer": _transfer,
 }
-MAY_BE_LOST = {"reduce_scatter", "gather", "scatter", "all_to_all", "uneven", "scatter_object"}
+MAY_BE_LOST = {"reduce_scatter", "gather", "scatter", "all_to_all", "uneven", "several", "scatter_object"}
 """Collectives with bytes of its own for a member: what is lost of these on its way, no other member has."""
 
 
@@ -562,11 +582,13 @@ class Group:
         for place, act in enumerate(self.program):
             if act.kind == "transfer":  # some have no part in it
                 continue
-            found = [node.outcomes[place].error for node in self.nodes if place in node.outcomes]
-            errors = {type(error) for error in found if error is not None}
-            assert len(errors) <= 1, f"{act.kind} at {place} fails in different ways: {found}"
-            if None in found and errors:
-                assert errors == {ConnectionLostError}, f"{act.kind} at {place} fails at some: {found}"
+            outcomes = [node.outcomes[place] for node in self.nodes if place in node.outcomes]
+            ends = [one.value if act.kind == "several" else [one.error] for one in outcomes]
+            for found in zip(*ends, strict=True):
+                errors = {type(end) for end in found if isinstance(end, GradServerError)}
+                assert len(errors) <= 1, f"{act.kind} at {place} fails in different ways: {found}"
+                if errors and not all(isinstance(end, GradServerError) for end in found):
+                    assert errors == {ConnectionLostError}, f"{act.kind} at {place} fails at some: {found}"
 
     def _check_times(self) -> None:
         """Check that a round ends soon after the coordinator was lost, and whatever else happened meanwhile.
@@ -684,6 +706,11 @@ def check_collective(act: Act, place: int, me: int, outcome: Outcome) -> None:
             expected = [one[rank] for one in rows]
         case "uneven":
             expected = [(tally(one, place, act.numel + rank) * 8 + rank).tolist() for one in ids]
+        case "several":
+            for kind, end in zip(("all_to_all", "sum", "reduce_scatter"), value, strict=True):
+                if not isinstance(end, GradServerError):
+                    check_collective(act._replace(kind=kind), place, me, Outcome(ids, end))
+            return
         case "gather_object":
             expected = [["x" * (one + act.numel), int(tally(one, place)[0])] for one in ids]
         case "broadcast_object":

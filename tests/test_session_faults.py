@@ -28,7 +28,7 @@ from gradserver.protocol.messages import Membership, Result, RoundDone
 from gradserver.protocol.messages.recovery import Resumed, Standing
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.joiner import _Incoming
-from gradserver.worker.member import inventory
+from gradserver.worker.member import inventory, sendqueue
 from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.carryover import CarryOver
 from gradserver.worker.member.exchange import Exchange
@@ -266,6 +266,7 @@ FAULTS: dict[str, Plant] = {
     "a member that says what it holds waits for itself": method(fibers.VirtualThreading, "RLock", fibers.Lock),
     "a member says how long frames are that it lacks": method(inventory, "Op", SimpleNamespace(FRAMED=None)),
     "a part of a collective is over though others are open": method(Recovery, "_take_back", lambda _: None),
+    "what is given again goes behind later collectives": method(sendqueue, "_order", lambda _: 0),
 }
 
 
@@ -289,11 +290,18 @@ def _replaced_twice(seed: int) -> Group:
     return group
 
 
+def _at_once(seed: int) -> Group:
+    """Make a group that has several collectives under way when its coordinator is lost."""
+    fuses = [random.Random(seed).randint(5, 40) for _ in range(2)]
+    return Group(3, [[9]], [Act("several", 9), Act("several", 20), Act()], seed, (1.0, 1.0), fuses)
+
+
 SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
     "what a worker gives too late counts again and again": _late,
     "a data shard does not know the membership": _replaced_twice,
     "a member says how long frames are that it lacks": _gathers,
     "a part of a collective is over though others are open": script_of_parts,
+    "what is given again goes behind later collectives": _at_once,
 }
 """Scripts of faults that show too seldom in those of `tests.session_scripts`."""
 
