@@ -12,7 +12,7 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, MalformedMessageError
-from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Stream, operation_of
+from gradserver.protocol.exchange import BUCKET, STATE_TAG, TRANSFER, ExchangeKey, Kind, Op, Operation, operation_of
 from gradserver.protocol.messages import Inquire, Message, Missing, Result, Transfer, Welcome
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
@@ -158,7 +158,7 @@ class Traffic:
     ) -> Handle:
         """Send, or receive into ``memory``, part ``index`` of a state; ``check_giver`` raises why it is not sent."""
         member = self.member
-        key = ExchangeKey(Stream.TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
+        key = ExchangeKey(TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
         operation = operation_of(Kind.TRANSFER, Op.NONE, UINT8, memory.size)
         with self.mutex:
             self.check_open()
@@ -279,10 +279,10 @@ class Traffic:
     def _overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
         """Make the error for a wait of ``seconds`` for an exchange that has run out."""
         bucket, what, plan = "", str(operation), self.member.rounds.plan
-        if key.stream == Stream.BUCKET and plan is not None:
+        if key.stream == BUCKET and plan is not None:
             bucket = plan.buckets[key.part].key
             what = f"bucket {bucket!r} of round {key.number}"
-        elif key.stream == Stream.TRANSFER:
+        elif key.stream == TRANSFER:
             what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
         missing = tuple(self._ask_who(key))
         return DeadlineError(

@@ -11,13 +11,7 @@ from gradserver.protocol.checks import brief, facts, flag, integer, listed, numb
 from gradserver.protocol.declared import Field, nested, several
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError
 from gradserver.protocol.fields import Count, Flag, Rank, Token
-from gradserver.protocol.limits import (
-    MAX_COUNTER,
-    MAX_NAME_BYTES,
-    MAX_TEXT,
-    MAX_TIMEOUT,
-    MAX_WORLD_SIZE,
-)
+from gradserver.protocol.limits import MAX_COUNTER, MAX_NAME_BYTES, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from gradserver.protocol.messages import Failure, Scope
 
 

@@ -11,21 +11,8 @@ from gradserver.engine.records import known_policy
 from gradserver.protocol.checks import integer
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
-from gradserver.protocol.fields import (
-    Count,
-    EncodedPlan,
-    Flag,
-    Name,
-    Rank,
-    Ranks,
-    Rates,
-    Seconds,
-    Tokens,
-)
-from gradserver.protocol.limits import (
-    BACKLOG_BYTES,
-    MAX_SHARDS,
-)
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, Name, Rank, Ranks, Rates, Seconds, Tokens
+from gradserver.protocol.limits import BACKLOG_BYTES, MAX_SHARDS
 
 
 class RemoteOrder(Declared):

@@ -10,15 +10,7 @@ from gradserver.engine.order_fields import Error
 from gradserver.engine.records import RoundRecord, pack_round, unpack_round
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.fields import (
-    Count,
-    Flag,
-    Name,
-    Rank,
-    Ranks,
-    Text,
-    Token,
-)
+from gradserver.protocol.fields import Count, Flag, Name, Rank, Ranks, Text, Token
 
 
 class RemoteReport(Declared):

@@ -43,7 +43,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.messages.recovery import Held, Holding
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.protocol.transport.wakeup import Wakeup
-from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
+from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES, sender
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Runtime
 from gradserver.transport.binding import bind_router
@@ -101,6 +101,7 @@ class TcpServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._send = sender(self._router)
         self._peers: dict[bytes, Peer] = {}
         self._wakeup = Wakeup()
         self._stopping: str | None = None
@@ -394,7 +395,7 @@ class TcpServer:
 
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection any more, or its queue is full."""
-        send = self._router.send
+        send = self._send
         self._unsure = True
         try:
             send(identity, NOBLOCK_MORE)

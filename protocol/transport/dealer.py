@@ -11,7 +11,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError
 from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
 from gradserver.protocol.transport.numbers import Frames, Numbers
-from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, POLLIN
+from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, POLLIN, sender
 from gradserver.protocol.url import no_coordinator
 
 PING_SECONDS: Final = 1.0
@@ -44,6 +44,7 @@ class Dealer:
         self.address = address
         self.numbers = Numbers()
         self.socket = context.socket(zmq.DEALER)
+        self.send = sender(self.socket)
         option = self.socket.setsockopt
         # A new connection would be a stranger to the server, so there is to be none; but told never to
         # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.

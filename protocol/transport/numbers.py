@@ -72,8 +72,8 @@ class Numbers:
 
     def numbered(self, header: bytes) -> bytes:
         """Return ``header`` of the next message with its number."""
-        self._sent += 1
-        return numbered(header, self._sent)
+        self._sent = number = self._sent + 1
+        return _NUMBER.pack(_FLAG | number) + header
 
     def take(self, frames: Frames, now: float) -> Iterable[Frames]:
         """Return the messages to hand over, without numbers, now that one has come.

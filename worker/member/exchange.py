@@ -10,7 +10,7 @@ import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool, Stream
+from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
@@ -209,7 +209,7 @@ class Exchange:
 
     def _next(self) -> tuple[Push, Sequence[Buffer]] | None:
         index, layout = self.sent, self.layout
-        operation = self.operation if index == self.first and self.key.stream != Stream.BUCKET else None
+        operation = self.operation if index == self.first and self.key.stream != BUCKET else None
         if self.place is not None:
             return self._push_place(index, self.place, operation)
         if self._through is not None:

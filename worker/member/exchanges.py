@@ -6,7 +6,6 @@ Each method takes one event, and leaves what follows from it in the effects. Its
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -16,12 +15,14 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.codecs import Feedback
 from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import (
+    BUCKET,
+    COLLECTIVE,
     STATE_TAG,
+    TRANSFER,
     WORLD_BOUND,
     ExchangeKey,
     Layout,
     Operation,
-    Stream,
     is_state,
     pool_of,
 )
@@ -110,7 +111,7 @@ class Exchanges:
 
     def expect(self, plan: Plan, kept: Collection[int], first: int) -> None:
         """Take what comes unasked as ``plan``'s from now on. Results from round ``first`` on are here already."""
-        keys = (ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets)))
+        keys = (ExchangeKey(BUCKET, 0, part) for part in range(len(plan.buckets)))
         shares = (self.table.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True))
         self._stragglers.expect(plan, [layout.count for layout, _ in shares], kept, first)
 
@@ -120,12 +121,12 @@ class Exchanges:
         self._numbers = {
             sequence: number
             for sequence, number in self._numbers.items()
-            if sequence[0] != Stream.TRANSFER or not set(new).intersection(sequence[1:3])
+            if sequence[0] != TRANSFER or not set(new).intersection(sequence[1:3])
         }
 
     def forget_collectives(self) -> None:
         """Number collectives from 0 again."""
-        self._numbers.pop((Stream.COLLECTIVE,), None)
+        self._numbers.pop((COLLECTIVE,), None)
 
     def feedback_of(self, index: int, operation: Operation) -> Feedback:
         """Give what a lossy codec has kept back of bucket ``index``."""
@@ -140,15 +141,15 @@ class Exchanges:
         """Number the group's next collective."""
         if self._identity.stage is not Stage.MEMBER:
             raise self._identity.not_yet("call collectives")
-        return ExchangeKey(Stream.COLLECTIVE, self._next_number(Stream.COLLECTIVE), self._rounds.number)
+        return ExchangeKey(COLLECTIVE, self._next_number(COLLECTIVE), self._rounds.number)
 
     def next_transfer(self, ends: tuple[int, int, int]) -> ExchangeKey:
         """Number the next transfer between two ranks: ``ends`` is (source rank, target rank, tag)."""
         if self._identity.stage is not Stage.MEMBER:
             raise self._identity.not_yet("send and receive")
         giver, taker, tag = self._identity.member_of(ends[0]), self._identity.member_of(ends[1]), ends[2]
-        number = self._next_number(Stream.TRANSFER, giver, taker, tag)
-        return ExchangeKey(Stream.TRANSFER, number, tag, giver, taker)
+        number = self._next_number(TRANSFER, giver, taker, tag)
+        return ExchangeKey(TRANSFER, number, tag, giver, taker)
 
     def _next_number(self, *sequence: int) -> int:
         number = self._numbers.get(sequence, 0)
@@ -174,15 +175,14 @@ class Exchanges:
             return
         identity, inventory, stragglers = self._identity, self.inventory, self._stragglers
         welcome = identity.membership
-        pool = pool_of(key, identity.member_of(welcome.rank))
+        pool = pool_of(key, welcome.seats[welcome.rank])
         coder = None
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             assert source is None or isinstance(source, np.ndarray)
             coder = self._make_coder(key, layout, source, destination, feedback, identity.sifts)
         what = key, pool, operation, layout, source, destination, weight, waiter, self._channel, self.slots, coder
-        named = operation.kind in WORLD_BOUND or key.stream == Stream.TRANSFER
-        epoch = welcome.epoch if named else 0
+        epoch = welcome.epoch if operation.kind in WORLD_BOUND or key.stream == TRANSFER else 0
         regions = inventory.regions if inventory is not None else None
         if len(bounds) == 2:
             exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
@@ -214,7 +214,7 @@ class Exchanges:
         for shard in (*shards[turn:], *shards[:turn]) if turn else shards:
             if not shard.queue.waiting or shard.held:
                 continue
-            push = shard.queue.next(self._identity.membership.credit, partial(self._frontier, shard))
+            push = shard.queue.next(self._identity.membership.credit, self._frontier, shard)
             if push is not None:
                 self._turn = (shard.number + 1) % len(shards)
                 return *push, shard.number
@@ -231,7 +231,7 @@ class Exchanges:
             bucket, waiter = rounds.plan.buckets[index], rounds.pushed.get(index)
             if bucket.numel == 0 or (waiter is not None and not waiter._open):
                 continue
-            key = ExchangeKey(Stream.BUCKET, rounds.number, index)
+            key = ExchangeKey(BUCKET, rounds.number, index)
             exchange = shard.exchanges.get(key)
             if exchange is None and (waiter is not None or not self._concerns(shard.number, key, bucket.operation)):
                 continue
@@ -329,7 +329,7 @@ class Exchanges:
 
     def _fail_held_back(self, key: ExchangeKey, error: GradServerError) -> None:
         """Fail the rest of a round for which this worker is late, of which it may hear no more."""
-        if key.stream != Stream.BUCKET or not self._identity.membership.late or key.number < self._rounds.number:
+        if key.stream != BUCKET or not self._identity.membership.late or key.number < self._rounds.number:
             return
         self._stragglers.failures.setdefault(key.number, error)
         for shard in self.shards:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Op, Stream, gets, is_state
+from gradserver.protocol.exchange import BUCKET, PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Op, gets, is_state
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
@@ -62,7 +62,7 @@ class Inventory:
     def answered(self, exchange: Exchange, result: Result, payload: Buffer | None, is_held: bool) -> None:
         """Keep a result; ``is_held`` if nothing is pushed to its shard."""
         slices, shard = range(result.slice, result.slice + result.slices), exchange.shard
-        if result.key.stream == Stream.BUCKET:
+        if result.key.stream == BUCKET:
             for index in slices:
                 kept = exchange.kept_payload(index, result, payload)
                 if result.placed and kept is not None and self._identity.membership.late:
@@ -101,9 +101,9 @@ class Inventory:
 
     def early(self, result: Result, payload: Buffer | None, shard: int) -> None:
         """Keep the result of a bucket that is not begun, until it is."""
-        if result.key.stream == Stream.BUCKET and result.slices == 1 and not result.placed:
+        if result.key.stream == BUCKET and result.slices == 1 and not result.placed:
             self.retained.keep_slice(result.slice, Kept(result, payload, shard), self._rounds.number)
-        elif result.key.stream == Stream.BUCKET and payload is None:
+        elif result.key.stream == BUCKET and payload is None:
             for index in range(result.slice, result.slice + result.slices):
                 self.retained.keep_slice(index, Kept(result, None, shard), self._rounds.number)
 
@@ -117,7 +117,7 @@ class Inventory:
 
         ``heed`` is told of each result before it is written.
         """
-        if exchange.key.stream != Stream.BUCKET:
+        if exchange.key.stream != BUCKET:
             return False
         for result, payload in came:
             if exchange.start <= result.slice < exchange.stop:
@@ -143,7 +143,7 @@ class Inventory:
     def _lacking(self, shard: ShardTraffic) -> Iterator[Span]:
         """List collectives and transfers that were begun and have no result."""
         for key, exchange in shard.exchanges.items():
-            if key.stream == Stream.BUCKET or exchange.dropped:
+            if key.stream == BUCKET or exchange.dropped:
                 continue
             open_ones = (index for index in range(exchange.start, exchange.stop) if index not in exchange.answered)
             layout = exchange.layout

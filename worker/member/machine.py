@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import GradServerError, WorkerLostError
-from gradserver.protocol.exchange import ExchangeKey, Operation, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
 from gradserver.worker.member.effects import Effects, Lose, Tell
@@ -152,7 +152,7 @@ class Member:
         if identity.stage is not Stage.MEMBER:
             self._enter_as_learner()
         rounds.check_push(index)
-        return ExchangeKey(Stream.BUCKET, rounds.number, index)
+        return ExchangeKey(BUCKET, rounds.number, index)
 
     def _enter_as_learner(self) -> None:
         identity, first = self.identity, self.learner.round

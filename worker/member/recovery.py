@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, MalformedMessageError
-from gradserver.protocol.exchange import PERSONAL, ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, PERSONAL, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, pack_spans
 from gradserver.worker.member.inventory import Inventory
@@ -164,7 +164,7 @@ class Recovery:
         if over <= rounds.number or plan is None or len(exchanges.shards) == 1:
             return max(rounds.number, over)
         for part in plan.parts_of(self._section_of(over - 1)) or plan.each[0].parts:
-            key = ExchangeKey(Stream.BUCKET, over - 1, part)
+            key = ExchangeKey(BUCKET, over - 1, part)
             slices = exchanges.table.share(key, plan.buckets[part].operation).layout.count
             if len(self._inventory.retained.of_bucket(key)) < slices:
                 return over - 1
@@ -174,7 +174,7 @@ class Recovery:
         """Return true if this member holds all results of round ``number``."""
         plan, table = self._member.rounds.plan, self._member.exchanges.table
         assert plan is not None
-        keys = (ExchangeKey(Stream.BUCKET, number, part) for part in plan.parts_of(self._section_of(number)))
+        keys = (ExchangeKey(BUCKET, number, part) for part in plan.parts_of(self._section_of(number)))
         shares = ((key, table.share(key, plan.buckets[key.part].operation)) for key in keys)
         held = [self._inventory.of_round(key) == share.layout.count for key, share in shares]
         return bool(held) and all(held)
@@ -183,6 +183,6 @@ class Recovery:
         """Give the section of round ``number``, if this member holds something of that; else -1."""
         plan, retained = self._member.rounds.plan, self._inventory.retained
         for section in plan.each if plan is not None and number >= 0 else ():
-            if any(retained.of_bucket(ExchangeKey(Stream.BUCKET, number, part)) for part in section.parts):
+            if any(retained.of_bucket(ExchangeKey(BUCKET, number, part)) for part in section.parts):
                 return section.number
         return -1

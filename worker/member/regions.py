@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gradserver.protocol.buffer import Bytes
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.messages import Place
 
 
@@ -36,7 +36,7 @@ class Regions:
 
     def take(self, key: ExchangeKey, nbytes: int) -> Region | None:
         """Take the region for the result of ``key``; None if it is no bucket's, or no memory can be shared."""
-        if key.stream != Stream.BUCKET:
+        if key.stream != BUCKET:
             return None
         region = self._regions.get(key.part)
         if region is None or region.memory.size != nbytes:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import ExchangeKey, Stream, unasked_cost
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, unasked_cost
 from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import MAX_OVER, Span, State
@@ -159,7 +159,7 @@ class Retained:
 
     def failed(self, key: ExchangeKey, again: bool, recovers: bool = False) -> None:
         """Note a failure, and whether it is called ``again``. A shard that ``recovers`` may still ask for results."""
-        if key.stream == Stream.BUCKET:
+        if key.stream == BUCKET:
             return
         for pool, past in self._past.items():
             if pool[0] == key.stream:
@@ -186,7 +186,7 @@ class Retained:
 
     def find(self, key: ExchangeKey, index: int) -> Kept | None:
         """The result of a slice, if it is kept."""
-        if key.stream == Stream.BUCKET:
+        if key.stream == BUCKET:
             kept = self._buckets.get(key.part, {}).get(index)
             if kept is not None and kept.result.key == key:
                 return kept

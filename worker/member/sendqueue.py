@@ -32,10 +32,12 @@ class SendQueue:
         self._unsent[exchange.pool].append(exchange)
         self.waiting += 1
 
-    def next(self, credit: int, frontier: Callable[[], Exchange | None]) -> tuple[Push, Sequence[Buffer]] | None:
+    def next(
+        self, credit: int, frontier: Callable[[ShardTraffic], Exchange | None], shard: ShardTraffic
+    ) -> tuple[Push, Sequence[Buffer]] | None:
         """The next message that ``credit`` bytes for each pool allow; None if there is none.
 
-        ``frontier`` is asked for the exchange of buckets that may be sent without credit.
+        ``frontier`` is asked for the exchange of buckets that may be sent to ``shard`` without credit.
         """
         if not self.waiting:
             return None
@@ -46,7 +48,7 @@ class SendQueue:
             if self._in_flight[pool] + exchange.next_cost() <= credit and (push := self._push(exchange)) is not None:
                 return push
             # Neither credit nor slots that are taken may hold back what all wait for.
-            first = frontier() if pool is Pool.BUCKETS else None
+            first = frontier(shard) if pool is Pool.BUCKETS else None
             if first is not None and (push := self._push(first)) is not None:
                 return push
         return None
@@ -104,7 +106,10 @@ class SendQueue:
 
     def _remove(self, exchange: Exchange) -> None:
         unsent = self._unsent[exchange.pool]
-        if exchange in unsent:  # not after `clear`
+        if unsent and unsent[0] is exchange:
+            unsent.popleft()
+            self.waiting -= 1
+        elif exchange in unsent:  # not after `clear`
             unsent.remove(exchange)
             self.waiting -= 1
 

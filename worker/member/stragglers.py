@@ -18,7 +18,7 @@ from typing import Final
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, LeftOutError
-from gradserver.protocol.exchange import ExchangeKey, Op, Stream, unasked_cost
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op, unasked_cost
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Result
 from gradserver.protocol.plan import Plan
@@ -108,17 +108,17 @@ class Stragglers:
         """Keep a result for what has not begun; false if there is no room. One for what has ended is dropped."""
         key, rounds = result.key, self._rounds
         to_come = key.number > rounds.number or (key.number == rounds.number and key.part not in rounds.pushed)
-        if key.stream != Stream.BUCKET or not to_come:
+        if key.stream != BUCKET or not to_come:
             return True
         return self.backlog.put(result, payload)
 
     def came(self, key: ExchangeKey) -> list[tuple[Result, Buffer | None]]:
         """Hand over what has come of a bucket before it has begun."""
-        return self.backlog.take(key.number, key.part) if key.stream == Stream.BUCKET else []
+        return self.backlog.take(key.number, key.part) if key.stream == BUCKET else []
 
     def is_over(self, key: ExchangeKey) -> bool:
         """Return true if nothing that is sent for ``key`` would count any more."""
-        return key.stream == Stream.BUCKET and key.number == self._over
+        return key.stream == BUCKET and key.number == self._over
 
     def note_late(self, number: int) -> None:
         """Note that something that this worker gives to round ``number`` does not count."""

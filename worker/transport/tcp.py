@@ -254,10 +254,10 @@ class TcpChannel:
             try:  # libzmq's own thread sends
                 if payloads:
                     payload = payloads[0]
-                    line.socket.send(header, NOBLOCK_MORE)
-                    line.socket.send(payload, NOBLOCK, copy=len(payload) < ZERO_COPY_BYTES)
+                    line.send(header, NOBLOCK_MORE)
+                    line.send(payload, NOBLOCK, copy=len(payload) < ZERO_COPY_BYTES)
                 else:
-                    line.socket.send(header, NOBLOCK)
+                    line.send(header, NOBLOCK)
             except zmq.Again:  # libzmq has given the connection up
                 raise ConnectionLostError(line.lost_text("the connection is gone")) from None
             missed = self._reading.locked() and int(line.socket.get(EVENTS)) & POLLIN

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from gradserver.engine.control import (
-    forming,
-    journal,
-    restore,
-    sessions,
-)
+from gradserver.engine.control import forming, journal, restore, sessions
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -28,15 +23,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.messages import (
-    Enlist,
-    Failure,
-    Join,
-    Leave,
-    Message,
-    Reported,
-    Scope,
-)
+from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope
 from gradserver.protocol.messages.recovery import Resume
 
 
@@ -46,6 +33,9 @@ class Control:
     def __init__(self, registry: Registry) -> None:
         self.groups, self.roster = registry.groups, registry.roster
         self._registry = registry
+        self._deadline: float | None = None
+        """Time at which the first timer fires, if no event has come since it was looked up."""
+        self._is_deadline_known = False
         self._surprises: list[str] = []
         """Changes of state that the table does not have."""
 
@@ -55,11 +45,15 @@ class Control:
         self, connection: int, message: Message, payloads: Sequence[Buffer], now: float, effects: Effects
     ) -> None:
         """Take a message that is not for a data half."""
-        self._registry.now = now
+        self._begin(now)
         try:
             self._receive(connection, message, payloads, effects)
         except GradServerError as error:
             self._evict(connection, error, effects)
+
+    def _begin(self, now: float) -> None:
+        """Begin with an event, which may change any deadline."""
+        self._registry.now, self._is_deadline_known = now, False
 
     def _receive(self, connection: int, message: Message, payloads: Sequence[Buffer], effects: Effects) -> None:
         registry = self._registry
@@ -97,7 +91,7 @@ class Control:
 
     def heed(self, report: Report, now: float, effects: Effects) -> None:
         """Take a report from the coordinator's own data half."""
-        self._registry.now = now
+        self._begin(now)
         if isinstance(report, Violation):
             self._evict(report.connection, report.error, effects)
         elif (group := self.groups.get(report.group)) is not None and group.state is not State.FORMING:
@@ -107,7 +101,7 @@ class Control:
         self, connection: int, reason: str, ended: bool, final: bool, now: float, effects: Effects
     ) -> None:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
-        self._registry.now = now
+        self._begin(now)
         group = self._registry.group_of(connection)
         seat = -1 if group is None else group.seat_of(connection)
         if group is None or ended or final or not sessions.may_return(group, seat):
@@ -125,7 +119,7 @@ class Control:
 
     def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
         """Go on where an earlier coordinator was lost. Of the groups in ``kept`` what lossy codecs owe is there."""
-        self._registry.now = now
+        self._begin(now)
         restore.restore(self._registry, records, kept, now, effects)
 
     def stop(self, reason: str, effects: Effects) -> None:
@@ -136,12 +130,17 @@ class Control:
             effects.send(connection, Failure.of(error, Scope.CONNECTION))
 
     def next_deadline(self) -> float | None:
-        """Return when the first timer fires; None when nothing waits."""
+        """Return when the first timer fires; None when nothing waits. The runtime asks after each message."""
+        if not self._is_deadline_known:
+            self._deadline, self._is_deadline_known = self._first_deadline(), True
+        return self._deadline
+
+    def _first_deadline(self) -> float | None:
         return min((at for group in self.groups.values() for at, _ in deadlines(group)), default=None)
 
     def tick(self, now: float, effects: Effects) -> None:
         """Fire the timers that are due."""
-        self._registry.now = now
+        self._begin(now)
         for group in list(self.groups.values()):
             for at, timer in deadlines(group):  # each is looked at when the one before it has been dealt with
                 if at <= now and not group.is_ended:
@@ -237,4 +236,5 @@ class Control:
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""
         assert not self._surprises, self._surprises
+        assert not self._is_deadline_known or self._deadline == self._first_deadline(), "a deadline came without event"
         self._registry.validate()

@@ -52,16 +52,7 @@ from gradserver.protocol.errors import (
     UnexpectedMessageError,
     WorkerLostError,
 )
-from gradserver.protocol.messages import (
-    Enter,
-    Entered,
-    Failure,
-    Ready,
-    Scope,
-    Serve,
-    StateFailed,
-    Transfer,
-)
+from gradserver.protocol.messages import Enter, Entered, Failure, Ready, Scope, Serve, StateFailed, Transfer
 from gradserver.protocol.plan import Plan, first_difference
 
 # ── coming ────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,17 +42,7 @@ from gradserver.engine.reports import (
     RoundCompleted,
     StateComes,
 )
-from gradserver.protocol.messages import (
-    Enter,
-    Follow,
-    Join,
-    Opens,
-    Propose,
-    Ready,
-    Serve,
-    StateFailed,
-    Steps,
-)
+from gradserver.protocol.messages import Enter, Follow, Join, Opens, Propose, Ready, Serve, StateFailed, Steps
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
 

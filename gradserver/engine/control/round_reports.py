@@ -10,9 +10,7 @@ from gradserver.engine.control.group import Group
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
-from gradserver.protocol.errors import (
-    MalformedMessageError,
-)
+from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 
 

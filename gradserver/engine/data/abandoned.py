@@ -16,7 +16,7 @@ from gradserver.engine.data.completion import complete
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.matching import open_exchange
 from gradserver.engine.effects import Effects
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 
 
 def end_abandoned(group: Group, now: float, effects: Effects) -> None:
@@ -24,7 +24,7 @@ def end_abandoned(group: Group, now: float, effects: Effects) -> None:
     number = group.stragglers.closed_round
     if number is None or group.plan is None or group.recovery is not None or group.buckets_halted is not None:
         return
-    any_bucket = ExchangeKey(Stream.BUCKET, number, 0)
+    any_bucket = ExchangeKey(BUCKET, number, 0)
     here = group.participants(any_bucket)
     if not here or not all(group.stragglers.is_closed(seat, any_bucket) for seat in here):
         return
@@ -33,7 +33,7 @@ def end_abandoned(group: Group, now: float, effects: Effects) -> None:
         return  # no member has said which section it is of: a deadline ends it
     section = group.plan.section(current.section) if current is not None else sections[0]
     for part in section.parts if section is not None else ():
-        key, operation = ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation
+        key, operation = ExchangeKey(BUCKET, number, part), group.plan.buckets[part].operation
         _, start, stop = group.share(key, operation)
         if start == stop or (current is not None and part in current.done):
             continue

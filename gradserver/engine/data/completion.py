@@ -14,7 +14,7 @@ from gradserver.engine.events import Finding
 from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.reports import Behind, RoundCompleted
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import JOINED, PORTIONED, Kind, Layout, Op, Stream, gets, unasked_cost
+from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, unasked_cost
 from gradserver.protocol.messages import Result
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
@@ -34,7 +34,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     if operation.op is Op.FIRST:
         contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
     if all(contribution.payload is None for contribution in contributions):
-        if not (operation.is_lossy and group.order.durable and exchange.key.stream == Stream.BUCKET):
+        if not (operation.is_lossy and group.order.durable and exchange.key.stream == BUCKET):
             answer(group, exchange, piece, None, now, effects)
             return
         contributions = []  # what an earlier reduction of this round has left is void: its result was lost
@@ -55,7 +55,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     key = exchange.key
     digests, nonfinite, memory = None, PROPAGATE, None  # a collective carries any number, and has no next round
     spans: Sequence[tuple[int, int]] = ()
-    if key.stream == Stream.BUCKET:
+    if key.stream == BUCKET:
         nonfinite = group.order.nonfinite
         if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is Op.MEAN:
             spans = _spans(exchange, piece)
@@ -100,7 +100,7 @@ def answer(
     contributions to each slice that do not count. In a durable group a result waits for those of earlier slices. So
     members hold a prefix of each bucket.
     """
-    if group.order.durable and exchange.key.stream == Stream.BUCKET and exchange.keeps_back(piece):
+    if group.order.durable and exchange.key.stream == BUCKET and exchange.keeps_back(piece):
         exchange.keep_back(piece, payload, findings)
         return
     _send(group, exchange, piece, payload, findings, now, effects)
@@ -134,14 +134,14 @@ def _send(
         return
     key = exchange.key
     group.exchanges.end(exchange)
-    if key.stream == Stream.BUCKET:
+    if key.stream == BUCKET:
         _bucket_done(group, exchange, over, now, effects)
 
 
 def _ends_round(group: Group, exchange: Exchange, piece: Piece) -> bool:
     """Tell whether the round ends with the results of ``piece``, and members hear so from them."""
     key = exchange.key
-    if not group.is_steady or key.stream != Stream.BUCKET:
+    if not group.is_steady or key.stream != BUCKET:
         return False
     if exchange.answered + piece.stop - piece.start < exchange.stop - exchange.start:
         return False
@@ -168,7 +168,7 @@ def _tell(
     weight = sum((run.weight for run in given.values()), 0.0)
     owner = exchange.owner(piece)
     lacking = exchange.lacking(piece)
-    weights = _weights(given) if group.order.durable and key.stream == Stream.BUCKET else ()
+    weights = _weights(given) if group.order.durable and key.stream == BUCKET else ()
     if nonfinite:
         weight = counting(group, given, nonfinite)
         weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))

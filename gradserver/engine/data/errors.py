@@ -13,7 +13,7 @@ from gradserver.protocol.errors import (
     GradServerError,
     NonFiniteError,
 )
-from gradserver.protocol.exchange import ExchangeKey, Op, Operation, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op, Operation
 
 
 def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
@@ -36,7 +36,7 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
     """Return the error of an exchange to which a member contributed NaN or Inf."""
     key = exchange.key
     where, parameter = f"element {element}", ""
-    if key.stream == Stream.BUCKET and group.plan is not None:
+    if key.stream == BUCKET and group.plan is not None:
         parameter = group.plan.buckets[key.part].component_at(element).name
         where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
     if found.rank < 0:
@@ -80,5 +80,5 @@ def overdue(group: Group, exchange: Exchange) -> DeadlineError:
         + (f"; {group.members.calls(have)} had come" if have else ""),
         missing=tuple(group.call(rank) for rank in missing),
         bucket=group.bucket_name(exchange.key),
-        round=exchange.key.number if exchange.key.stream == Stream.BUCKET else -1,
+        round=exchange.key.number if exchange.key.stream == BUCKET else -1,
     )

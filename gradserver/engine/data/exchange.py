@@ -9,9 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import (
-    GradServerError,
-)
+from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Layout, Operation
 from gradserver.protocol.limits import MAX_SLICES
 

@@ -6,7 +6,7 @@ from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.data.group import Group
 from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.messages import Failure, Scope
 
 
@@ -26,7 +26,7 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
         return
     for rank, run in exchange.fail(error):
         group.traffic.refund(exchange, rank, run)
-    if exchange.key.stream == Stream.BUCKET:
+    if exchange.key.stream == BUCKET:
         group.halt_buckets(error)
     group.exchanges.keep_failed(exchange)
     tell_all(group, exchange, effects)

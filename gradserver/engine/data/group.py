@@ -20,7 +20,7 @@ from gradserver.engine.data.traffic import Traffic
 from gradserver.engine.orders import OpenGroup
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
-from gradserver.protocol.exchange import WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, Stream, pool_of
+from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, pool_of
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import Plan
@@ -116,18 +116,18 @@ class Group:
 
     def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
         """Name an exchange for people."""
-        if key.stream == Stream.BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
+        if key.stream == BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
             return f"bucket {self.plan.buckets[key.part].key!r} of round {key.number}"
-        if key.stream == Stream.BUCKET:
+        if key.stream == BUCKET:
             return f"bucket {key.part} of round {key.number}"
-        if key.stream == Stream.TRANSFER:
+        if key.stream == TRANSFER:
             source, target = self.members.seats.rank(key.source), self.members.seats.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
         return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
         """Return the bucket's name in the plan; empty for an exchange of another stream."""
-        if key.stream == Stream.BUCKET and self.plan is not None:
+        if key.stream == BUCKET and self.plan is not None:
             return self.plan.buckets[key.part].key
         return ""
 
@@ -135,8 +135,8 @@ class Group:
         """Tell whether ``push`` is the first of its sender for an exchange at this shard."""
         first = 0
         if self.table.rates:
-            if push.key.stream != Stream.BUCKET or self.plan is None or self.plan.is_vacant(push.key.part):
-                return push.operation is not None or push.key.stream == Stream.BUCKET
+            if push.key.stream != BUCKET or self.plan is None or self.plan.is_vacant(push.key.part):
+                return push.operation is not None or push.key.stream == BUCKET
             _, first, _ = self.share(push.key, self.plan.buckets[push.key.part].operation)
         settled = self.exchanges.settled.get(push.key)
         return push.slice == (first if settled is None else next(i for i in count(first) if i not in settled))
@@ -153,7 +153,7 @@ class Group:
     def _hash(self, plan: Plan) -> None:
         """Hash rounds of ``plan``."""
         self.places = places(plan)
-        keys = [ExchangeKey(Stream.BUCKET, 0, part) for part in range(len(plan.buckets))]
+        keys = [ExchangeKey(BUCKET, 0, part) for part in range(len(plan.buckets))]
         shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
         load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
         calls, sections = sum(self.full_buckets.values()), len(plan.each)
@@ -203,7 +203,7 @@ class Group:
 
     def settled_of(self, key: ExchangeKey) -> dict[int, int]:
         """Return the number of settled slices of a bucket in which each member counted."""
-        current = self.rounds.get(key.number) if key.stream == Stream.BUCKET else None
+        current = self.rounds.get(key.number) if key.stream == BUCKET else None
         counted = current.counted.items() if current is not None else ()
         return {seat: slices for (seat, part), slices in counted if part == key.part}
 
@@ -212,12 +212,12 @@ class Group:
 
         A learner contributes to buckets first, and is a member when that round is over.
         """
-        if key.stream == Stream.TRANSFER:
+        if key.stream == TRANSFER:
             return (key.source, key.target) if key.source < key.target else (key.target, key.source)
         present, first_rounds = self.members.seats.present, self.learners.first_rounds
         if not first_rounds:
             return present
-        if key.stream == Stream.BUCKET:
+        if key.stream == BUCKET:
             expected = {seat for seat, first in first_rounds.items() if 0 <= first <= key.number}
             return tuple(sorted(expected.union(seat for seat in present if seat not in first_rounds)))
         return tuple(seat for seat in present if first_rounds.get(seat, NOT_YET) < key.part)

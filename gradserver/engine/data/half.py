@@ -60,12 +60,8 @@ from gradserver.engine.orders import (
 from gradserver.engine.reports import Applied, Halted, Planned, StateComes, Violation
 from gradserver.engine.seats import Seats
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import (
-    GradServerError,
-    OutOfStepError,
-    UnexpectedMessageError,
-)
-from gradserver.protocol.exchange import WORLD_BOUND, Pool, Stream
+from gradserver.protocol.errors import GradServerError, OutOfStepError, UnexpectedMessageError
+from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, Pool
 from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
 from gradserver.protocol.messages import Inquire, Missing, Push, Taken
 from gradserver.protocol.messages.recovery import Held, Holding
@@ -154,7 +150,7 @@ class Data:
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on. A round of another plan is given up."""
         for exchange in list(group.exchanges.values()):
-            if exchange.key.stream == Stream.BUCKET and exchange.failure is None:
+            if exchange.key.stream == BUCKET and exchange.failure is None:
                 if not exchange.pushed:  # departed members alone had begun it
                     group.exchanges.end(exchange)
                     continue
@@ -197,16 +193,16 @@ class Data:
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
-        if push.key.stream == Stream.BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
+        if push.key.stream == BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
             group.rounds[push.key.number].arrived(rank, now)
         before = exchange.complete
         for piece in exchange.take(rank, run, now):
             complete(group, exchange, piece, now, effects)
-        if group.learners.first_rounds and push.key.stream == Stream.TRANSFER:
+        if group.learners.first_rounds and push.key.stream == TRANSFER:
             came = group.learners.take_state(exchange, rank, before, now)
             if came is not None:
                 effects.report(StateComes(group.order.group, push.key.target, push.key.source, *came))
-        if push.key.stream == Stream.BUCKET:
+        if push.key.stream == BUCKET:
             self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
 
     def _look_who_is_late(
@@ -298,7 +294,7 @@ class Data:
         refund(group, exchange, piece)
         error = broken(group, exchange, found)
         fail(group, exchange, error, effects)
-        if exchange.key.stream == Stream.BUCKET:
+        if exchange.key.stream == BUCKET:
             effects.report(Halted(group.order.group, error, True))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
@@ -330,7 +326,7 @@ class Data:
                     continue
                 error = overdue(group, exchange)
                 fail(group, exchange, error, effects)
-                if exchange.key.stream == Stream.BUCKET:
+                if exchange.key.stream == BUCKET:
                     effects.report(Halted(group.order.group, error, True))
         look(group, now, effects)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]

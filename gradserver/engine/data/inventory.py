@@ -17,7 +17,7 @@ from gradserver.engine.data.recovery_state import Holder, Place
 from gradserver.engine.data.rounds import Round
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import LimitExceededError, UnexpectedMessageError
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, TRANSFER, ExchangeKey
 from gradserver.protocol.limits import MAX_SLICES, MAX_WORLD_SIZE
 from gradserver.protocol.messages.recovery import Holding, State, unpack_spans
 
@@ -37,7 +37,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
     if group.order.lateness is not None and group.recovery is not None:  # others may be rounds behind, or ahead
         earliest, latest = 0, group.recovery.latest
     for state, key, first, stop, weights, nbytes in unpack_spans(payload):
-        if key.stream == Stream.BUCKET:
+        if key.stream == BUCKET:
             if key.number < group.planned or not earliest <= key.number <= latest:
                 continue  # of another plan, or a round that no member lacks
             start, end = bounds.get(key.part, (0, 0))
@@ -45,7 +45,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
             before += stop - first if key.number < number - 1 else 0
         else:
             loose += stop - first
-            right = seat in key[3:] if key.stream == Stream.TRANSFER else key[3:] == (-1, -1)
+            right = seat in key[3:] if key.stream == TRANSFER else key[3:] == (-1, -1)
         if before > _MAX_BEFORE:
             raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_BEFORE} slices of earlier rounds")
         if loose > _MAX_LOOSE:
@@ -66,7 +66,7 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
 def shares(group: Group) -> Iterator[tuple[int, int, int]]:
     """Yield each bucket that this shard has to do with, and which slices of it."""
     for part, bucket in enumerate(group.plan.buckets if group.plan is not None else ()):
-        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
+        _, start, stop = group.share(ExchangeKey(BUCKET, 0, part), bucket.operation)
         if start < stop:
             yield part, start, stop
 
@@ -74,7 +74,7 @@ def shares(group: Group) -> Iterator[tuple[int, int, int]]:
 def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[Place]:
     """Yield all slices of a round: of the section of which a member holds something, or else of all."""
     plan = group.plan
-    held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (Stream.BUCKET, number))
+    held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (BUCKET, number))
     said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
     some, other = next(held, None), next(said, -1)
     section = None if plan is None else plan.section_of(some) if some is not None else plan.section(other)
@@ -83,7 +83,7 @@ def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[P
     parts = None if section is None else section.parts
     for part, start, stop in shares(group):
         if parts is None or part in parts:
-            key = ExchangeKey(Stream.BUCKET, number, part)
+            key = ExchangeKey(BUCKET, number, part)
             yield from ((key, index) for index in range(start, stop))
 
 
@@ -97,7 +97,7 @@ def adopt(
     current = Round(now, section=section)
     here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
     for part, slices in settled.items():
-        key = ExchangeKey(Stream.BUCKET, number, part)
+        key = ExchangeKey(BUCKET, number, part)
         told = [holder.weights[key] for holder in holders.values() if key in holder.weights]
         columns = Counter(next((said[index] for said in told if index in said), here) for index in slices)
         current.take_settled(part, columns, holders.keys())

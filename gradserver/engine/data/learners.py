@@ -14,7 +14,7 @@ from typing import Final
 
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.order_fields import NEVER, Newcomer
-from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Stream, is_state
+from gradserver.protocol.exchange import BUCKET, COLLECTIVE, STATE_TAG, TRANSFER, ExchangeKey, is_state
 from gradserver.protocol.messages import Push
 
 NOT_YET: Final = NEVER
@@ -95,15 +95,15 @@ class Learners:
     def has_part(self, seat: int, key: ExchangeKey) -> bool:
         """Tell whether ``seat`` may begin ``key``: it may not if it joined later."""
         first = self.first_rounds.get(seat)
-        if first is None or key.stream == Stream.TRANSFER:
+        if first is None or key.stream == TRANSFER:
             return True
-        part = key.number if key.stream == Stream.BUCKET else key.part - 1
-        return first != NOT_YET and part >= first and (key.stream != Stream.COLLECTIVE or not self.is_learner(seat))
+        part = key.number if key.stream == BUCKET else key.part - 1
+        return first != NOT_YET and part >= first and (key.stream != COLLECTIVE or not self.is_learner(seat))
 
     def is_stale(self, rank: int, push: Push) -> bool:
         """Tell whether ``push`` is for an earlier member in a seat, or of a state that no learner waits for."""
         key = push.key
-        if key.stream != Stream.TRANSFER:
+        if key.stream != TRANSFER:
             return False
         if is_state(key):
             number, epoch = self.states.get(key.target, (0, 0))

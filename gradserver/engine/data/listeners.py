@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradserver.engine.data.exchange import Exchange, Piece
-from gradserver.protocol.exchange import Stream
+from gradserver.protocol.exchange import BUCKET
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Listeners:
     def of(self, exchange: Exchange, piece: Piece) -> list[int]:
         """Return the seats that are sent ``piece`` besides those that have pushed it."""
         key = exchange.key
-        if not self.rounds or key.stream != Stream.BUCKET:
+        if not self.rounds or key.stream != BUCKET:
             return []
         return [seat for seat, first in self.rounds.items() if first <= key.number and seat not in piece.given]
 

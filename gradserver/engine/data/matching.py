@@ -26,14 +26,16 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.exchange import (
+    BUCKET,
+    COLLECTIVE,
     FRAMING,
     IN_PLACE,
     ROOTED,
+    TRANSFER,
     ExchangeKey,
     Kind,
     Op,
     Operation,
-    Stream,
     check_reducible,
     gives,
     is_state,
@@ -77,7 +79,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             return None
         exchange.join(rank, push.weight)
     elif exchange is None:
-        to_learner = is_state(key) or (group.learners.first_rounds and key.stream == Stream.TRANSFER)
+        to_learner = is_state(key) or (group.learners.first_rounds and key.stream == TRANSFER)
         if to_learner or group.sequences.is_past(rank, key):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
@@ -99,30 +101,30 @@ def _take_number(group: Group, rank: int, key: ExchangeKey) -> list[Exchange]:
     sequences, sequence, place = group.sequences, sequence_of(rank, key), place_of(key)
     before = sequences.due.get(sequence)
     due = _first_due(group, rank, key) if before is None else before
-    if key.stream == Stream.BUCKET and rank in group.stragglers.closed:
+    if key.stream == BUCKET and rank in group.stragglers.closed:
         due = max(due, group.stragglers.closed[rank] + 1)
-    begins_round = key.stream == Stream.COLLECTIVE and key.number == 0
-    of_another = key.stream == Stream.BUCKET and group.plan is not None and group.plan.is_shared
-    skips = begins_round or of_another or (group.table.rates and key.stream != Stream.BUCKET)
+    begins_round = key.stream == COLLECTIVE and key.number == 0
+    of_another = key.stream == BUCKET and group.plan is not None and group.plan.is_shared
+    skips = begins_round or of_another or (group.table.rates and key.stream != BUCKET)
     if place != due and not (skips and place > due):
-        what = "round" if key.stream == Stream.BUCKET else "number"
-        number = due % NUMBERS if key.stream == Stream.COLLECTIVE else due
+        what = "round" if key.stream == BUCKET else "number"
+        number = due % NUMBERS if key.stream == COLLECTIVE else due
         raise OutOfStepError(
             f"{group.describe(key)} from {group.call(rank)}: {what} {number} is due, {key.number} came"
         )
     sequences.advance(sequence, place)
-    if not group.table.rates or key.stream == Stream.BUCKET:
+    if not group.table.rates or key.stream == BUCKET:
         return []
     return _abandoned(group, rank, key, due if before is not None or not sequences.restarted else 0)
 
 
 def _first_due(group: Group, rank: int, key: ExchangeKey) -> int:
     sequences = group.sequences
-    if key.stream == Stream.TRANSFER and sequences.begin_transfers(rank) > MAX_TRANSFERS:
+    if key.stream == TRANSFER and sequences.begin_transfers(rank) > MAX_TRANSFERS:
         raise LimitExceededError(
             f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
         )
-    if key.stream == Stream.BUCKET:
+    if key.stream == BUCKET:
         return max(sequences.first_round, group.learners.first_rounds.get(rank, 0))
     return place_of(key) if sequences.restarted else 0
 
@@ -130,7 +132,7 @@ def _first_due(group: Group, rank: int, key: ExchangeKey) -> int:
 def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
     """Return open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
     last, place = due - 1, place_of(key)
-    if key.stream == Stream.TRANSFER and place - last <= len(group.exchanges):
+    if key.stream == TRANSFER and place - last <= len(group.exchanges):
         keys = [key._replace(number=number) for number in range(last, place)]
     else:
         sequence = sequence_of(0, key)
@@ -145,7 +147,7 @@ def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exch
 
 def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
     """Tell whether ``push`` calls a collective, which is open, in a membership that has ended."""
-    return push.key.stream == Stream.COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
+    return push.key.stream == COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
 
 
 def _turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
@@ -165,13 +167,13 @@ def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) ->
 
 def _operation(group: Group, rank: int, push: Push) -> Operation:
     key, operation = push.key, push.operation
-    if key.stream == Stream.BUCKET:
+    if key.stream == BUCKET:
         if group.plan is None or group.plan.is_vacant(key.part):
             raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(rank)} agreed on")
         return group.plan.buckets[key.part].operation
     if operation is None:
         raise UnexpectedMessageError("the first slice of a collective must say which one it is")
-    if key.stream == Stream.TRANSFER and rank not in (key.source, key.target):
+    if key.stream == TRANSFER and rank not in (key.source, key.target):
         raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
     return operation
 
@@ -179,7 +181,7 @@ def _operation(group: Group, rank: int, push: Push) -> Operation:
 def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
     """Open an exchange that ``rank`` begins, or the one that failed in its place."""
     _check_operation(key, operation, group.world)
-    is_bucket = key.stream == Stream.BUCKET
+    is_bucket = key.stream == BUCKET
     if not is_bucket and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
         return failed
     layout, start, stop = group.share(key, operation)
@@ -190,10 +192,10 @@ def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operatio
         )
     participants: tuple[int, ...] = group.participants(key)
     late: tuple[int, ...] = ()
-    if group.stragglers.closed and key.stream == Stream.BUCKET:
+    if group.stragglers.closed and key.stream == BUCKET:
         late = tuple(seat for seat in participants if group.stragglers.is_closed(seat, key))
         participants = tuple(seat for seat in participants if seat not in late)
-    halted = group.halted or (group.buckets_halted if key.stream == Stream.BUCKET else None)
+    halted = group.halted or (group.buckets_halted if key.stream == BUCKET else None)
     departed = group.members.departed
     failure = halted or next((departed[rank] for rank in departed if rank in participants), None)
     exchange = Exchange(
@@ -206,7 +208,7 @@ def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operatio
     if (settled := group.exchanges.settled.get(key)) is not None:
         exchange.settle(settled, group.settled_of(key))
     group.exchanges.begin(exchange)
-    if key.stream == Stream.BUCKET and key.number not in group.rounds:
+    if key.stream == BUCKET and key.number not in group.rounds:
         section = 0 if group.plan is None else group.plan.section_of(key.part).number
         group.rounds.begin(key.number, Round(now, group.is_hashed(key.number), section))
     if group.next_check is None:  # else an exchange that began earlier is due earlier
@@ -261,7 +263,7 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
 
 def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
     """Refuse an operation that no correct client asks for."""
-    transfer = key.stream == Stream.TRANSFER
+    transfer = key.stream == TRANSFER
     if not transfer and key != (key.stream, key.number, key.part, -1, -1):
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
     if transfer != (operation.kind is Kind.TRANSFER):

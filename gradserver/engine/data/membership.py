@@ -48,7 +48,7 @@ from gradserver.engine.order_fields import NEVER, Departure, Newcomer
 from gradserver.engine.orders import Configure
 from gradserver.engine.reports import Absent
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
-from gradserver.protocol.exchange import ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation, Stream
+from gradserver.protocol.exchange import BUCKET, ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation
 
 _NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
 
@@ -106,7 +106,7 @@ def _excuse(group: Group, seat: int, now: float, effects: Effects) -> None:
     group.learners.excuse(seat)
     group.listeners.forget(seat)
     for exchange in list(group.exchanges.values()):
-        if exchange.key.stream == Stream.BUCKET and seat in exchange.participants and exchange.failure is None:
+        if exchange.key.stream == BUCKET and seat in exchange.participants and exchange.failure is None:
             cut(group, exchange, seat, False, now, effects)
 
 
@@ -202,7 +202,7 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
         exchange.put_off(now)
         return True
     missing = exchange.missing()
-    if exchange.key.stream != Stream.BUCKET or not missing:
+    if exchange.key.stream != BUCKET or not missing:
         return False
     receiving = group.learners.last_heard(missing)
     if receiving > exchange.touched:

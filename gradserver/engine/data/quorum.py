@@ -33,7 +33,7 @@ from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import CutRound
 from gradserver.engine.reports import Late
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.limits import SLICE_BYTES
 
 _AGAIN_SECONDS: Final = 1.0
@@ -115,7 +115,7 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
         return [seat for seat in present if current.given.get(seat, 0) < full]
     section = group.plan.section(current.section) if group.plan is not None else None
     for part in section.parts if section is not None else ():  # the first that all wait for
-        exchange = group.exchanges.get(ExchangeKey(Stream.BUCKET, number, part))
+        exchange = group.exchanges.get(ExchangeKey(BUCKET, number, part))
         if exchange is not None and exchange.failure is None and exchange.complete < exchange.stop:
             missing = exchange.missing()
             return missing if len(present) - len(missing) >= _needed(group, number) else []
@@ -128,7 +128,7 @@ def _present(group: Group, number: int) -> list[int]:
 
 
 def _any_bucket(number: int) -> ExchangeKey:
-    return ExchangeKey(Stream.BUCKET, number, 0)
+    return ExchangeKey(BUCKET, number, 0)
 
 
 def _needed(group: Group, number: int) -> int:
@@ -156,7 +156,7 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
             note_what_counted(group, order.round, current, seat)
         for exchange in list(group.exchanges.values()):
             key = exchange.key
-            if (key.stream, key.number) == (Stream.BUCKET, order.round) and seat in exchange.participants:
+            if (key.stream, key.number) == (BUCKET, order.round) and seat in exchange.participants:
                 _without(group, exchange, seat, now, effects)
 
 
@@ -174,5 +174,5 @@ def note_what_counted(group: Group, number: int, current: Round, seat: int) -> N
     if group.plan is None or seat not in current.weights:
         return
     for part in current.done:
-        _, start, stop = group.share(ExchangeKey(Stream.BUCKET, number, part), group.plan.buckets[part].operation)
+        _, start, stop = group.share(ExchangeKey(BUCKET, number, part), group.plan.buckets[part].operation)
         current.cut_off(seat, part, stop - start)

@@ -63,7 +63,7 @@ from gradserver.protocol.errors import (
     SizeMismatchError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.exchange import ExchangeKey, Op, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op
 from gradserver.protocol.finite import is_finite
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import Result
@@ -135,7 +135,7 @@ def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: 
     """Check a result that ``seat`` says once more: an error is its fault, and not that of the member that lacks it."""
     key, index = place
     what = f"{group.describe(key)} as {group.call(seat)} holds it: slice {index}"
-    if key.stream != Stream.BUCKET or group.plan is None:
+    if key.stream != BUCKET or group.plan is None:
         due = holder.sizes.get(place, 0)
         if len(payload) != due:
             raise SizeMismatchError(f"{what} has {len(payload)} bytes, and it had said {due}")
@@ -308,7 +308,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
     done: list[int] = []
     found: dict[int, frozenset[int]] = {}
     for part, start, stop in shares(group):
-        key = ExchangeKey(Stream.BUCKET, number, part)
+        key = ExchangeKey(BUCKET, number, part)
         settled = frozenset(next(iter(holders.values())).slices[State.HELD].get(key, ())).intersection(
             range(start, stop)
         )
@@ -348,7 +348,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
 
 def _close_again(group: Group, number: int, current: Round) -> None:
     """Note what members have given to round ``number``, some slices of which are settled, and which give no more."""
-    key = ExchangeKey(Stream.BUCKET, number, 0)
+    key = ExchangeKey(BUCKET, number, 0)
     for seat in group.participants(key):
         if group.stragglers.is_closed(seat, key):
             note_what_counted(group, number, current, seat)

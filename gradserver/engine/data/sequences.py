@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, COLLECTIVE, TRANSFER, ExchangeKey
 
 NUMBERS: Final = 1 << 62
 """Collectives in one round, at most."""
@@ -48,7 +48,7 @@ class Sequences:
     def begin_buckets(self, first_round: int) -> None:
         """Begin the sequences of buckets anew with ``first_round``, as there is another plan."""
         self.first_round = first_round
-        self.due = {key: due for key, due in self.due.items() if key[1] != Stream.BUCKET}
+        self.due = {key: due for key, due in self.due.items() if key[1] != BUCKET}
 
     def resume_buckets(self, number: int) -> None:
         """Go on with round ``number``, after members have said what they hold."""
@@ -57,7 +57,7 @@ class Sequences:
     def hand_over(self, seat: int) -> None:
         """Forget all that a predecessor in ``seat`` has begun."""
         self.due = {sequence: due for sequence, due in self.due.items() if not _concerns(sequence, seat)}
-        self.transfers = Counter(sequence[0] for sequence in self.due if sequence[1] == Stream.TRANSFER)
+        self.transfers = Counter(sequence[0] for sequence in self.due if sequence[1] == TRANSFER)
 
     def restart(self) -> None:
         """Forget all numbers: members say where they are."""
@@ -68,14 +68,14 @@ class Sequences:
 
 def place_of(key: ExchangeKey) -> int:
     """Return the place of an exchange in its sequence. Collectives count from 0 in each round."""
-    return key.part * NUMBERS + key.number if key.stream == Stream.COLLECTIVE else key.number
+    return key.part * NUMBERS + key.number if key.stream == COLLECTIVE else key.number
 
 
 def sequence_of(rank: int, key: ExchangeKey) -> Sequence:
     """Return the sequence of ``rank`` that ``key`` is in."""
-    return (rank, key.stream, 0 if key.stream == Stream.COLLECTIVE else key.part, key.source, key.target)
+    return (rank, key.stream, 0 if key.stream == COLLECTIVE else key.part, key.source, key.target)
 
 
 def _concerns(sequence: Sequence, seat: int) -> bool:
     rank, stream, _, source, target = sequence
-    return rank == seat or (stream == Stream.TRANSFER and seat in (source, target))
+    return rank == seat or (stream == TRANSFER and seat in (source, target))

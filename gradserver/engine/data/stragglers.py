@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gradserver.engine.data.pace import Pace
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 
 _QUIET_SECONDS: Final = 10.0
 """Between two times that people are told."""
@@ -32,7 +32,7 @@ class Stragglers:
 
     def is_closed(self, seat: int, key: ExchangeKey) -> bool:
         """Tell whether what ``seat`` gives to ``key`` does not count any more."""
-        return key.stream == Stream.BUCKET and key.number <= self.closed.get(seat, -1)
+        return key.stream == BUCKET and key.number <= self.closed.get(seat, -1)
 
     @property
     def closed_round(self) -> int | None:
