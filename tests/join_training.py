@@ -58,7 +58,7 @@ def stop_at_part(worker: Worker, part: int) -> None:
             told()
         return state_part(transfer, index, memory)
 
-    session.state_part = counted  # type: ignore[method-assign]
+    session.state_part = session.traffic.state_part = counted  # type: ignore[method-assign]
 
 
 def train(worker: Worker, out: Path, rounds: int, ballast: int, pause: float, hold: list[int]) -> None:

@@ -132,7 +132,10 @@ class Sessions:
         self._deliver_all()
         for member in self.members:
             member.rope.resumption = Resumption(
-                member.session, Clock(), Regions(member.rope.region, lambda _data: None)
+                member.session.traffic,
+                member.rope.goes_on_with,
+                Clock(),
+                Regions(member.rope.region, lambda _data: None),
             )
             member.rope.is_durable = True
             member.session.endure(member.rope)
@@ -295,4 +298,4 @@ class Sessions:
         self.is_lost = was_lost
         member.rope.connection, member.resuming = -1, None
         member.resumption.interrupt(ConnectionLostError("the connection is gone"))
-        member.resumption.suspend()
+        member.resumption.recovery.suspend()

@@ -49,7 +49,7 @@ TICK = 1e-5
 MODULES = tuple(
     f"gradserver.worker.{module}"
     for module in (
-        *("clock", "connect", "donor", "handle", "joiner", "leases", "resumption", "traffic"),
+        *("clock", "connect", "donor", "handle", "joiner", "resumption", "traffic"),
         "transport.reconnect",
     )
 )

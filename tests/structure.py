@@ -561,7 +561,7 @@ FIGURES: Final = {
     "Imports": (Figure("circles", circles, 0, 0),),
     "Places that name every kind by hand": (
         Figure("records of the journal", partial(listings, family="record"), 2, 1),
-        Figure("messages", partial(listings, family="message"), 5, 1),
+        Figure("messages", partial(listings, family="message"), 4, 1),
         Figure("orders", partial(listings, family="order"), 1, 1),
         Figure("reports", partial(listings, family="report"), 1, 1),
     ),
@@ -571,7 +571,7 @@ FIGURES: Final = {
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_000, 25_000, room=500),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 4, 0),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 49, 0),

@@ -13,7 +13,7 @@ from gradserver.protocol.errors import CollectiveMismatchError, GradServerError,
 from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
-from gradserver.protocol.messages.recovery import Holding, Span, State, unpack_spans
+from gradserver.protocol.messages.recovery import Holding, Resumed, Span, State, unpack_spans
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.worker.coder import Coder
 from gradserver.worker.member.effects import Complete, Lose, Tell
@@ -222,16 +222,19 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
 
     durable.recovery.suspend()
     assert durable.sends() == []
-    durable.recovery.resume(serves=False)
+    resuming, standing = Waiting(), Waiting()
+    durable.recovery.resume(resuming)
     durable.recovery.hold(primary)
-    durable.recovery.resumed(1, 0)
+    assert not durable.recovery.resumed(Resumed(1, 1), 0), "it says first what has no answer"
+    assert durable.member.effects.take() == [Complete(resuming, None, Resumed(1, 1))]
+    durable.recovery.restate(standing)
     holding, spans = durable.holds()
 
     assert holding == Holding(1, 0, 1.0, -1)
     assert [(span.state, span.first, span.stop) for span in spans] == [(State.HELD, 1, 2)]
     assert durable.recovery.holdings() == [], "that is said once"
     assert durable.recovery.stands(primary, 0)
-    assert durable.recovery.again == 1
+    assert durable.member.effects.take() == [Complete(standing, None, 1)]
     assert durable.sends() == [0]
     durable.answer(0, 8, weights=(1.0, 1.0, 1.0))
     assert [type(effect) for effect in durable.member.effects.take()] == [Complete]
@@ -242,10 +245,10 @@ def test_nothing_is_pushed_on_a_new_connection_also_if_the_last_one_broke_in_a_r
     durable = Durable(slices=1)
     durable.push()
     durable.recovery.suspend()
-    durable.recovery.resume(serves=False)
+    durable.recovery.resume(Waiting())
     durable.recovery.stands(durable.member.exchanges.shards[0], 0)
 
-    durable.recovery.resume(serves=False)
+    durable.recovery.resume(Waiting())
     assert durable.sends() == []
 
 
@@ -257,9 +260,9 @@ class LateAlone(Durable):
 
     def recover(self, generation: int) -> tuple[Holding, list[Span]]:
         """Begin a recovery."""
-        self.recovery.resume(serves=False)
+        self.recovery.resume(Waiting())
         self.recovery.hold(self.member.exchanges.shards[0])
-        self.recovery.resumed(generation, 0)
+        self.recovery.resumed(Resumed(1, generation), 0)
         return self.holds()
 
     def held(self, spans: list[Span]) -> list[tuple[int, int]]:

@@ -97,10 +97,8 @@ def test_what_a_worker_gave_too_late_it_says_to_have_used_when_it_counts(tape: T
 def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Session, tape: Tape) -> None:
     data = ranges_of(session, tape)
     push(session, 0)
-    asked = session.leases.ask(Claim("data", 2, 0, 4, 1))
-    again = Tape()
-    session.propose_again(again)
-    assert again.sent == [(Used("data", 0, 0), (pack(((0, 4),)),)), (Claim("data", 2, 0, 4, 1), ())]
+    asked = session.ask(Claim("data", 2, 0, 4, 1))
+    assert session.member.again() == [(Used("data", 0, 0), (pack(((0, 4),)),)), (Claim("data", 2, 0, 4, 1), ())]
     session.receive(Claimed("data", 1, 0, False), (pack(((0, 4),)),))
     assert not asked.done(), "that was the answer to an earlier one"
     session.receive(Claimed("data", 2, 0, True), (b"",))
@@ -110,20 +108,18 @@ def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Sessi
         answer(session, bucket(0, part), 0, memory(1).data, over=True)
     session.finish_round(1.0)
     assert data.epoch == 0
-    later = Tape()
-    session.propose_again(later)
-    assert later.sent == [], "that round is over"
+    assert session.member.again() == [], "that round is over"
 
 
 def test_a_wait_for_an_answer_ends_with_the_reason_for_its_absence(session: Session, tape: Tape) -> None:
-    asked = session.leases.ask(CLAIM)
+    asked = session.ask(CLAIM)
     with pytest.raises(DeadlineError, match="has not said within 0.01 s what there is of data 'data'"):
         asked.wait(0.01)
     error = DisagreementError("'w1' uses other data")
     session.receive(Failure(Scope.DATA, "DisagreementError", error.message, {"data": "data"}), ())
     with pytest.raises(DisagreementError, match="'w1' uses other data"):
         asked.wait()
-    asked = session.leases.ask(CLAIM)
+    asked = session.ask(CLAIM)
     session.lost(ClosedError("gone"))
     with pytest.raises(ClosedError, match="gone"):
         asked.wait()

@@ -294,7 +294,7 @@ def durable() -> tuple[Session, Durable]:
     """Make a member of a durable group with three shards, through slots of shared memory."""
     tape = Durable()
     session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
-    tape.resumption = Resumption(session, Clock(), Regions(tape.region, tape.place_of))
+    tape.resumption = Resumption(session.traffic, tape.goes_on_with, Clock(), Regions(tape.region, tape.place_of))
     session.endure(tape)
     return session, tape
 

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from gradserver.protocol.buffer import Bytes
-from gradserver.protocol.errors import DeadlineError, GradServerError, MembershipChangedError, OutOfStepError
-from gradserver.protocol.messages import Enter, Membership, Transfer
-from gradserver.worker.donor import Donor
+from gradserver.protocol.errors import (
+    ClosedError,
+    DeadlineError,
+    GradServerError,
+    MembershipChangedError,
+    OutOfStepError,
+)
+from gradserver.protocol.messages import Enter, Membership, Opened, Transfer
+from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
-from gradserver.worker.leases import Leases
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.traffic import Traffic
-from gradserver.worker.turns import Turns
 
 log = logging.getLogger("gradserver")
 
@@ -28,15 +33,13 @@ class Boundaries:
 
     Args:
         traffic: what the member exchanges.
-        leases: what it asks and tells of data.
-        turns: what it says and asks where several modules share rounds.
         donor: what it sends to learners.
     """
 
-    def __init__(self, traffic: Traffic, leases: Leases, turns: Turns, donor: Donor) -> None:
+    def __init__(self, traffic: Traffic, donor: StateSender) -> None:
         self._traffic = traffic
         self._member = traffic.member
-        self._leases, self._turns, self._donor = leases, turns, donor
+        self._donor = donor
         self._pushed = cast(dict[int, Handle], traffic.member.rounds.pushed)
         self._listeners: list[Callable[[Membership], None]] = []
 
@@ -51,13 +54,18 @@ class Boundaries:
     @uninterrupted
     def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
-        if self._donor.due:
-            self._donor.give()
         traffic, member = self._traffic, self._member
+        if member.donor.due:
+            self._donor.give()
         plan = member.rounds.plan
         assert plan is not None
         if not self._pushed:
-            self._begin_round(index)
+            with traffic.mutex:
+                traffic.check_open()
+                member.begin_round(index)
+                effects = member.effects.take() if member.effects.pending else None
+            if effects is not None:
+                traffic.carry_out(effects)
         operation = plan.buckets[index].operation
         with traffic.mutex:
             traffic.check_open()
@@ -75,16 +83,6 @@ class Boundaries:
         if not member.is_read_by_the_caller(operation):
             traffic.channel.watch(member.idle)
         return handle
-
-    def _begin_round(self, part: int) -> None:
-        """Say what is to be said before the first push of a round, which is to bucket ``part``."""
-        member = self._member
-        plan = member.rounds.plan
-        assert plan is not None
-        member.rounds.begin(part)
-        if plan.is_shared and member.identity.stage is not Stage.OBSERVING:
-            self._turns.begins(plan, part)
-        self._leases.begin_round(member.rounds.number, len(member.exchanges.shards) > 1)
 
     # ── the end of a round ────────────────────────────────────────────────────────────────────────────
 
@@ -105,16 +103,7 @@ class Boundaries:
         elif plan.is_shared:  # no other member knows of it
             pushed.clear()
             return
-        warning = rounds.note_not_finite() if member.identity.sifts else None
-        with traffic.mutex:
-            if warning is not None:
-                member.effects.add(warning)
-            is_kept = member.finish_round()
-            effects = member.effects.take() if member.effects.pending else None
-        if effects is not None:
-            traffic.carry_out(effects)
-        if is_kept:
-            self._leases.carry()
+        traffic.hand(member.finish_round)
         if member.identity.stage is Stage.OBSERVING:
             self._say_if_caught_up()
 
@@ -185,6 +174,28 @@ class Boundaries:
         return DeadlineError(
             f"round {number} is not over after {seconds:g} s: the group waits for more workers", round=number
         )
+
+    # ── rounds of several modules, for the training thread only ───────────────────────────────────────
+
+    def steps(self, updated: int, dropped: int) -> None:
+        """Say that this worker's job updates models; or none, at the top of its loop."""
+        with suppress(ClosedError, ConnectionError):  # the next push will report it
+            self._traffic.check_open()
+            self._traffic.hand(self._member.turns.steps, updated, dropped)
+
+    def follow(self) -> Opened:
+        """Wait for what the others do next, and return it."""
+        handle = self._traffic.new_handle(self._nothing_begun)
+        with self._traffic.mutex:
+            question = self._member.turns.follow(handle)
+        self._traffic.tell(question)
+        news: Opened = handle.wait()
+        self._member.turns.followed(news)
+        return news
+
+    def _nothing_begun(self, seconds: float) -> DeadlineError:
+        what = f"no member has begun round {self._member.rounds.number} for {seconds:g} s"
+        return DeadlineError(f"{what}, and this worker has no data for it")
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -184,7 +184,7 @@ class Worker(ObjectCollectives):
             if self.joins:
                 raise UsageError(f"this worker {self._session.stage.value}: call Worker.enter first")
             self._bare = self.agree_beside(_BARE, seconds(timeout))
-        if not self._session.donor.serves:
+        if not self._session.member.donor.serves:
             self.serve_state(dict)
         self.push(self._bare.first, np.zeros(1, np.uint8))
         self._bare.finish(seconds(timeout))
@@ -297,7 +297,7 @@ class Worker(ObjectCollectives):
         The result is a torch tensor if ``dtype`` is torch's. Otherwise it is a numpy array of that dtype (or name, such
         as ``"bfloat16"``).
         """
-        made: Tensor = empty(shape, dtype, self._session.empty)
+        made: Tensor = empty(shape, dtype, self._session.traffic.channel.empty)
         return made
 
     def close(self, reason: str = "close() was called") -> None:

@@ -178,7 +178,7 @@ def join(wish: Wish) -> Worker:
             connection.attach(Farewell(session, url))
         _attend_shards(connection, session, until)
         if channel != "tcp":
-            _share_memory(connection, channel == "shm", session.is_durable)
+            _share_memory(connection, channel == "shm", session.resumption is not None)
         connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
         worker = Worker(session, connection.kind, wish.wire)
     except BaseException:

@@ -1,6 +1,7 @@
 """A member that sends its state to learners: a copy of it, in parts, while it goes on training.
 
-The state of a transfer is that at one boundary between two rounds. `Donor.give` is called there: by `gradserver.Job`
+The state of a transfer is that at one boundary between two rounds. `gradserver.worker.member.donor` says which are
+asked for. `StateSender.give` is called there: by `gradserver.Job`
 when it has stepped, and at the latest before anything of the next round begins.
 
     what is sent    bytes
@@ -18,16 +19,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.digest import MODULUS, digest
-from gradserver.protocol.errors import GradServerError, WorkerLostError
+from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.limits import MIB
-from gradserver.protocol.messages import Message, RoundDone, Serve, StateFailed, Transfer
+from gradserver.protocol.messages import Transfer
 from gradserver.worker.handle import Handle
+from gradserver.worker.traffic import Traffic
 from gradserver.worker.tree import Packed, Tree, pack
 
 log = logging.getLogger("gradserver")
@@ -37,73 +39,32 @@ TAIL: Final = struct.Struct("<Q")
 PART_BYTES: Final = 1 * MIB
 IN_FLIGHT: Final = 2
 """Parts that are under way at most: gradients wait behind no more."""
-_MAX_REASON: Final = 500
 
 
-class Sender(Protocol):
-    """The sending side of a donor: a member's session."""
+class StateSender:
+    """Copies and sends the states that one member has to send."""
 
-    @property
-    def round(self) -> int:
-        """The round that is open or next."""
-
-    def tell(self, message: Message) -> None:
-        """Send a message to the coordinator."""
-
-    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
-        """Send part ``index`` of a state."""
-
-
-class Donor:
-    """The states that one member has to send.
-
-    Attributes:
-        due: requests that it has not begun: the round after which, and the transfer.
-    """
-
-    def __init__(self, session: Sender) -> None:
-        self.due: list[tuple[int, Transfer]] = []
-        self._session = session
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._donor = traffic.member.donor
         self._snapshot: Callable[[], Tree] | None = None
-        self._under_way: set[int] = set()
-        """Numbers of transfers with parts that are being sent."""
 
     def serve(self, snapshot: Callable[[], Tree]) -> None:
         """Declare that this member can send what ``snapshot`` returns."""
-        first, self._snapshot = self._snapshot is None, snapshot
-        if first:
-            self._session.tell(Serve())
-
-    @property
-    def serves(self) -> bool:
-        """True if it has declared so."""
-        return self._snapshot is not None
-
-    def asked(self, done: RoundDone, seat: int) -> None:
-        """Take the coordinator's request for a state at a boundary."""
-        self.due += [(done.round, transfer) for transfer in done.transfers if transfer.donor == seat]
+        self._snapshot = snapshot
+        with self._traffic.mutex:
+            said = self._donor.serve()
+        if said is not None:
+            self._traffic.tell(said)
 
     def give(self) -> None:
         """Copy the state at the present boundary, if it is asked for, and begin to send it."""
-        here = self._session.round - 1
-        asked = [one for one in self.due if one[0] <= here]
-        self.due = [one for one in self.due if one[0] > here]
-        for number, transfer in asked:
-            if number != here:
-                self._fail(transfer, f"its state is that after round {here}, and that after round {number} is wanted")
-        transfers = [transfer for number, transfer in asked if number == here]
+        with self._traffic.mutex:
+            transfers, refused = self._donor.take()
+        for failed in refused:
+            self._traffic.tell(failed)
         if transfers:
             self._give(transfers)
-
-    def forget(self) -> None:
-        """Drop all transfers: their receivers begin anew. With the session's lock held."""
-        self.due.clear()
-        self._under_way.clear()
-
-    def check(self, transfer: Transfer) -> None:
-        """Raise WorkerLostError if that state has no receiver any more. With the session's lock held."""
-        if transfer.number not in self._under_way:
-            raise nobody_takes_it()
 
     def _give(self, transfers: list[Transfer]) -> None:
         """Send one copy to all learners that wait."""
@@ -116,13 +77,11 @@ class Donor:
                 reason = f"{type(error).__name__}: {error}"
         for transfer in transfers:
             if packed is None:
-                self._fail(transfer, reason)
+                with self._traffic.mutex:
+                    failed = self._donor.cannot(transfer, reason)
+                self._traffic.tell(failed)
                 continue
-            self._under_way.add(transfer.number)
             threading.Thread(target=self._send, args=(transfer, packed), name="gradserver-donor", daemon=True).start()
-
-    def _fail(self, transfer: Transfer, reason: str) -> None:
-        self._session.tell(StateFailed(transfer.number, reason[:_MAX_REASON]))
 
     def _send(self, transfer: Transfer, packed: Packed) -> None:
         began = time.monotonic()
@@ -131,19 +90,15 @@ class Donor:
             for index, part in enumerate(parts(packed)):
                 if len(under_way) == IN_FLIGHT:
                     under_way.popleft().wait()
-                under_way.append(self._session.state_part(transfer, index, part))
+                under_way.append(self._traffic.state_part(transfer, index, part))
             for handle in under_way:
                 handle.wait()
         except (GradServerError, ConnectionError) as error:
             log.info("the state did not arrive at a learner: %s", error)
         else:
-            self._under_way.discard(transfer.number)
+            with self._traffic.mutex:
+                self._donor.sent(transfer)
             log.info("the state was sent to a learner: %d bytes in %.1f s", packed.nbytes, time.monotonic() - began)
-
-
-def nobody_takes_it() -> WorkerLostError:
-    """Return the error that ends the sending of a state in a recovery."""
-    return WorkerLostError("the learner that this worker sent its state to has to join again")
 
 
 def parts(packed: Packed) -> Iterator[Bytes]:

@@ -136,7 +136,7 @@ class Job:
                     "only: give data=, here and at the others"
                 )
             self._worker.enter(self._take_over, waits=isinstance(data, DataRanges) or self._several)
-            self._worker._session.turns.go_on_from(self._state.done)
+            self._worker._session.member.turns.go_on_from(self._state.done)
         elif directory is not None:
             self._load(directory.latest)
         if directory is not None:
@@ -195,7 +195,7 @@ class Job:
         if self._several:
             check_updated(updated)
             if self._dropped is None:
-                self._worker._session.turns.steps(bits(self._parts, updated), bits(self._parts, dropped))
+                self._worker._session.steps(bits(self._parts, updated), bits(self._parts, dropped))
             self._dropped = None
         saves_later = self._several and self._position is not None
         stopping = None if saves_later else self._saving.ask()
@@ -305,7 +305,7 @@ class Job:
         while True:
             if self._several and not self._ended:
                 if not self._entering:
-                    self._worker._session.turns.steps(0, 0)
+                    self._worker._session.steps(0, 0)
                 self._entering = False
                 self._save_if_due()
             try:
@@ -317,7 +317,7 @@ class Job:
     def _follow(self, step: Callable[..., object], to_the_top: bool = False) -> None:
         """Repeat the others' updates without data, until the top of their loop or the end of the epoch."""
         while True:
-            news = self._worker._session.turns.follow()
+            news = self._worker._session.follow()
             if news.updated:
                 self._dropped = of_bits(self._parts, news.dropped)
                 step(*(part.model for part in of_bits(self._parts, news.updated)))

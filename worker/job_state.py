@@ -118,7 +118,7 @@ class JobState:
         tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
         if self._several:
             tree["gradients"] = states(self._parts, Trained.gradients)
-            tree["done"] = self._worker._session.turns.done
+            tree["done"] = self._worker._session.member.turns.done
         return tree
 
     def take_over(self, tree: Tree) -> None:

@@ -116,7 +116,7 @@ class DataRanges:
         """The message about the last round."""
         self._order: tuple[int, Indices] | None = None
         self._running = False
-        self._session.leases.add(self)
+        self._session.traffic.hand(self._session.member.leases.add, self)
 
     @property
     def batch_size(self) -> int:
@@ -246,9 +246,7 @@ class DataRanges:
             )
         with self._asking:
             self._number += 1
-            return session.leases.ask(
-                Claim(self.name, self._number, self.epoch, wanted, session.boundaries.round_to_open)
-            )
+            return session.ask(Claim(self.name, self._number, self.epoch, wanted, session.boundaries.round_to_open))
 
     def _register(self) -> None:
         if not self._registered:
@@ -262,7 +260,7 @@ class DataRanges:
             self.name, self.length, self._seed, self._shuffle, epoch, self._session.boundaries.round_to_open
         )
         located: Located
-        located, used = self._session.leases.ask(what, done).wait()
+        located, used = self._session.ask(what, done).wait()
         if not self._registered:
             self._registered, self.epoch = True, located.epoch
         return located.epoch, used

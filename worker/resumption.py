@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
 
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.worker.clock import Clock
-from gradserver.worker.donor import Donor, nobody_takes_it
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.recovery import Recovery
@@ -18,32 +17,12 @@ from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.traffic import Traffic
 
 
-class Owner(Protocol):
-    """The session, as far as its resumption needs it."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Exchanges of the session."""
-
-    @property
-    def donor(self) -> Donor:
-        """The state that it sends to learners."""
-
-    def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
-        """Return true if connections go to ``shards``, or are yet to, if that ``answers`` a Resume."""
-
-    def propose_again(self, channel: Channel) -> None:
-        """Say on a new connection what has no answer yet."""
-
-    def stop_attending(self) -> list[Handle]:
-        """Attend at no shard any more, and give what waits for that."""
-
-
 class Resumption:
     """Resumes a member's session, and carries out its recoveries.
 
     Args:
-        session: the session that is resumed.
+        traffic: exchanges of the session that is resumed.
+        goes_on_with: returns true if connections go to these data shards, or are yet to, if they answer a Resume.
         clock: stands still while it is not known what counts.
         regions: where in shared memory results are written.
 
@@ -52,43 +31,29 @@ class Resumption:
         recovery: what it says of that.
     """
 
-    def __init__(self, session: Owner, clock: Clock, regions: Regions) -> None:
-        member = session.traffic.member
+    def __init__(
+        self, traffic: Traffic, goes_on_with: Callable[[tuple[str, ...], bool], bool], clock: Clock, regions: Regions
+    ) -> None:
+        member = traffic.member
         self.inventory = Inventory(member.identity, member.rounds, regions)
         self.recovery = Recovery(member, self.inventory)
-        self._session = session
-        self._traffic = session.traffic
+        self._traffic = traffic
+        self._goes_on_with = goes_on_with
         self._clock = clock
         self._lock = threading.RLock()
         """Held while the inventory is said. If that fails as the connection broke, the same thread interrupts."""
-        self._expected: Handle | None = None
-        """Handle of the Resumed that answers this member's Resume."""
-        self._silent = False
-        """True from that Resumed until Holding, when nothing else is said."""
-        self._standing: Handle | None = None
-        """Handle of the last Standing."""
 
     # ── what reconnecting calls ───────────────────────────────────────────────────────────────────────
-
-    def suspend(self) -> None:
-        """Push nothing, until it is known what counts."""
-        self.recovery.suspend()
 
     def is_held(self, shard: int) -> bool:
         """Return true if nothing is pushed to that shard."""
         return self._traffic.member.exchanges.shards[shard].held
 
-    @property
-    def generation(self) -> int:
-        """The latest recovery that the primary has told of."""
-        return self.recovery.generation
-
     def resume(self, channel: Channel) -> Handle:
         """Say on a new connection which member this is; the handle is done, with the Resumed, when that is known."""
+        handle = Handle(self._traffic.timeout, channel)
         with self._lock, self._traffic.mutex:
-            self._expected = handle = Handle(self._traffic.timeout, channel)
-            self._silent = True
-            message = self.recovery.resume(self._session.donor.serves)
+            message = self.recovery.resume(handle)
         channel.send(message)
         return handle
 
@@ -99,19 +64,19 @@ class Resumption:
         """
         self._await_pushes()
         with self._lock:
-            self._silent = False
-            self.recovery.restate()
-            self._standing = handle = Handle(self._traffic.timeout, channel)
-            self._session.propose_again(channel)
+            handle = Handle(self._traffic.timeout, channel)
+            with self._traffic.mutex:
+                self.recovery.restate(handle)
+                again = self._traffic.member.again()
+            for message, payloads in again:
+                channel.send(message, payloads)
             self._hold(channel)
         return handle
 
     def interrupt(self, error: GradServerError) -> None:
         """End all that waits for the connection on which this member resumes."""
-        with self._lock:
-            waiting = [handle for handle in (self._expected, self._standing) if handle is not None]
-            waiting += self._session.stop_attending()
-            self._expected = self._standing = None
+        with self._lock, self._traffic.mutex:
+            waiting = self.recovery.interrupt()
         for handle in waiting:
             handle._complete(error)
 
@@ -133,26 +98,21 @@ class Resumption:
     def _resumed(self, message: Resumed, shard: ShardTraffic) -> None:
         """Take everything that was pushed and is unanswered as void."""
         is_primary = shard.number == 0
-        if is_primary and not self._session.goes_on_with(message.shards, self._expected is not None):
+        if is_primary and not self._goes_on_with(message.shards, self.recovery.is_resuming):
             return  # all connections are made anew
         self.recovery.hold(shard)
         self._clock.stop()
         self._await_pushes()
         with self._traffic.mutex:
-            self._session.donor.forget()
-            self.recovery.void_states(nobody_takes_it())
+            self.recovery.void_states()
             effects = self._traffic.member.effects.take()
         self._traffic.carry_out(effects)
         with self._lock:
             with self._traffic.mutex:
-                self.recovery.resumed(message.version, shard.number)
-            expected = None
-            if is_primary:
-                expected, self._expected = self._expected, None
-            if expected is not None:
-                expected._value = message
-                expected._complete()
-            elif not self._silent:
+                states = self.recovery.resumed(message, shard.number)
+                effects = self._traffic.member.effects.take()
+            self._traffic.carry_out(effects)
+            if states:
                 self._hold(self._traffic.channel)
 
     def _await_pushes(self) -> None:
@@ -169,14 +129,9 @@ class Resumption:
         with traffic.pumping, traffic.mutex:  # no thread is about to push what it took before
             done = self.recovery.stands(shard, number)
             effects = traffic.member.effects.take()
-        traffic.carry_out(effects)
         if done:
             self._clock.go()
-            with self._lock:
-                handle, self._standing = self._standing, None
-            if handle is not None:
-                handle._value = self.recovery.again
-                handle._complete()
+        traffic.carry_out(effects)
         traffic.pump()
         traffic.channel.watch(traffic.member.idle)
 

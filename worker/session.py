@@ -9,7 +9,6 @@ each from any thread.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -19,43 +18,20 @@ from typing import NoReturn, Protocol
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
-from gradserver.protocol.messages import (
-    Agreed,
-    Attend,
-    Attended,
-    Entered,
-    Failure,
-    Join,
-    Leave,
-    Membership,
-    Message,
-    Missing,
-    Opened,
-    Result,
-    RoundDone,
-    Scope,
-    Transfer,
-    Welcome,
-)
-from gradserver.protocol.messages.leases import Claimed, Located
+from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Welcome
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.protocol.plan import Plan, Section
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.coder import Coder
-from gradserver.worker.donor import Donor
+from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
-from gradserver.worker.leases import Leases
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
-from gradserver.worker.member.waiter import Waiter
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.traffic import Traffic
 from gradserver.worker.transport import forking
-from gradserver.worker.turns import Turns
-
-log = logging.getLogger("gradserver")
 
 _PATIENCE_SECONDS = 5.0
 """Seconds that a worker that leaves waits for a lost coordinator, as other members may need what it holds."""
@@ -74,9 +50,6 @@ class Lasting(Channel, Protocol):
 
     def region(self, nbytes: int) -> Bytes | None:
         """Memory that the coordinator may write to; None if there is none."""
-
-    def goes_on_with(self, shards: tuple[str, ...], answers: bool) -> bool:
-        """Return true if data shards are known to be at ``shards``, from now on if that ``answers`` a Resume."""
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
@@ -97,31 +70,26 @@ class Session:
         boundaries: its rounds.
         learner: what it was told when it joined a group that trains already.
         donor: what it sends to learners.
-        turns: what it says and asks where several modules share rounds.
-        leases: what it asks and tells of data.
         resumption: how it outlives connections; None unless the group is durable.
+        disowned: error for a forked child, if this process is one: all this belongs to its parent.
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         self.member = Member(channel, Coder)
         self.traffic = Traffic(self.member, channel, timeout, self)
         self.learner = self.member.learner
-        self.donor, self.turns, self.leases = Donor(self), Turns(self), Leases(self)
-        self.boundaries = Boundaries(self.traffic, self.leases, self.turns, self.donor)
+        self.donor = StateSender(self.traffic)
+        self.boundaries = Boundaries(self.traffic, self.donor)
         self.resumption: Resumption | None = None
-        self._joining: Handle | None = None
-        self._attending: dict[int, Handle] = {}
-        self._visited: list[int] = []
-        """Shards that know of us, or will."""
-        self._leaving: dict[int, Handle] = {}
         self._lifeline: Lasting | None = None
-        self._disowned: UsageError | None = None
-        """Error for a forked child: all this belongs to its parent."""
+        self.disowned: UsageError | None = None
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
+        self.state_part, self.ask = self.traffic.state_part, self.traffic.ask
         self.check_open, self.idle = self.traffic.check_open, self.member.idle
-        self.tell, self.send, self.new_handle = self.traffic.tell, self.traffic.send, self.traffic.new_handle
+        self.tell, self.new_handle = self.traffic.tell, self.traffic.new_handle
         self.heed, self.on_membership = self.boundaries.heed, self.boundaries.on_membership
+        self.steps, self.follow = self.boundaries.steps, self.boundaries.follow
         self.observe, self.next_instruction = self.boundaries.observe, self.boundaries.next_instruction
         self.member_of = self.member.identity.member_of
         channel.attach(self)
@@ -159,24 +127,13 @@ class Session:
         """True if nothing can be sent any more."""
         return self.traffic.closed is not None
 
-    @property
-    def is_durable(self) -> bool:
-        """True if this membership outlives connections."""
-        return self.resumption is not None
-
-    def empty(self, nbytes: int) -> Bytes | None:
-        """Memory that the coordinator sees too; None if there is none, or any memory is as good."""
-        return self.traffic.channel.empty(nbytes)
-
-    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
-        """Send, or receive into ``memory``, part ``index`` of a state."""
-        return self.traffic.state_part(transfer, index, memory, self.donor.check)
-
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
 
     def join(self, join: Join) -> Handle:
         """Ask to be let in. The handle is done when the group is complete."""
-        joining = self._joining = Handle(join.timeout, self.traffic.channel)
+        joining = Handle(join.timeout, self.traffic.channel)
+        with self.traffic.mutex:
+            self.member.attachment.join(joining)
         self.traffic.channel.send(join)
         return joining
 
@@ -198,17 +155,8 @@ class Session:
     def endure(self, lifeline: Lasting) -> None:
         """Take ``lifeline`` for the channel from now on: with it this membership outlives connections."""
         self._lifeline, self.resumption = lifeline, lifeline.resumption
-        self.traffic.endure(lifeline)
+        self.traffic.channel = lifeline
         self.member.exchanges.endure(lifeline, Slots(lifeline, lifeline.region), self.resumption.inventory)
-
-    def propose_again(self, channel: Channel) -> None:
-        """Say on a new connection what the others have yet to agree with, and what is asked and told of data."""
-        with self.traffic.mutex:
-            proposal = self.member.plans.open
-        if proposal is not None:
-            channel.send(proposal.message, (proposal.plan.encoded,))
-        self.turns.say_again(channel)
-        self.leases.say_again(channel)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
         plans = self.member.plans
@@ -229,8 +177,8 @@ class Session:
 
     def close(self, reason: str, failed: bool = False) -> None:
         """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
-        if self._disowned is not None:
-            raise self._disowned.again()
+        if self.disowned is not None:
+            raise self.disowned.again()
         error = ClosedError(f"the worker was closed ({reason})")
         if self._lifeline is not None and not self.closed:
             self._lifeline.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
@@ -246,51 +194,43 @@ class Session:
         """Leave, and wait until the coordinator has heard it, and so all that was said before.
 
         A connection that is closed too early can take with it what the other side has not read yet. Other data
-        shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us. In a
-        recovery a shard may have no connection to this worker yet, and nothing has been said to it.
+        shards hear it first: what was said to them counts too, and the coordinator then tells them to forget us.
         """
-        reached = [number for number in self._visited if not self.member.exchanges.shards[number].held]
+        attachment, channel = self.member.attachment, self.traffic.channel
         with suppress(GradServerError):
-            for numbers in (reached, [0]):
-                for number in numbers:
-                    self._leaving[number] = Handle(_FAREWELL_SECONDS, self.traffic.channel)
-                    self.traffic.channel.send(leave, (), number)
-                for number in numbers:
+            for numbers in (attachment.reached(self.member.exchanges.shards), [0]):
+                leaving = [Handle(_FAREWELL_SECONDS, channel) for _ in numbers]
+                for number, handle in zip(numbers, leaving, strict=True):
+                    with self.traffic.mutex:
+                        attachment.leave(number, handle)
+                    channel.send(leave, (), number)
+                for handle in leaving:
                     with suppress(DeadlineError):
-                        self._leaving[number].wait(_FAREWELL_SECONDS)
-
-    @property
-    def disowned(self) -> bool:
-        """True if this process is a forked child, and the membership its parent's."""
-        return self._disowned is not None
+                        handle.wait(_FAREWELL_SECONDS)
 
     def disown(self, owner: int) -> None:
         """Refuse any use of this in a forked child: it belongs to the process ``owner``.
 
         Locks may be held by threads that the child does not have, and what the parent waits for will not come here.
         """
-        if self._disowned is not None or self.closed:
+        if self.disowned is not None or self.closed:
             return
         error = UsageError(
             f"this worker belongs to process {owner}, which connected, and not to its forked child {os.getpid()}: use "
             f"it there, or call connect() in the child"
         )
-        self._disowned = error
+        self.disowned = error
         self.traffic.disown(error)
-        self.leases.disown()
         self.member.rounds.pushed.clear()
-        for channel in {id(channel): channel for channel in (self.traffic.channel, *self._channels())}.values():
+        waiting = self.member.exchanges.waiting()  # a thread may wait at an earlier channel
+        channels = [one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None]
+        for channel in {id(channel): channel for channel in (self.traffic.channel, *channels)}.values():
             for method in ("send", "wait", "watch", "close"):
                 setattr(channel, method, self._refuse)
 
-    def _channels(self) -> set[Channel]:
-        """Channels at which a thread may wait."""
-        waiting = self.member.exchanges.waiting()
-        return {one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None}
-
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        assert self._disowned is not None
-        raise self._disowned.again()
+        assert self.disowned is not None
+        raise self.disowned.again()
 
     # ── what the channel calls ────────────────────────────────────────────────────────────────────────
 
@@ -298,37 +238,35 @@ class Session:
         """Take one message from the coordinator."""
         if type(message) is Result:
             self.traffic.take_result(message, payloads)
-            return
+        elif not self._has_taken(message, 0):
+            if type(message) is Welcome:
+                self.traffic.timeout = message.timeout or self.traffic.timeout
+            self.traffic.hand(self.member.told, message, payloads)
+
+    def receive_from(self, shard: int, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take one message from a data shard that is not the coordinator itself."""
+        if type(message) is Result:
+            self.traffic.take_result(message, payloads, shard)
+        elif not self._has_taken(message, shard):
+            self.traffic.hand(self.member.told_by, shard, message)
+
+    def _has_taken(self, message: Message, shard: int) -> bool:
+        """Take a message that is about the connection, or has something sent again. Return false for any other."""
         match message:
+            case Failure(scope=Scope.CONNECTION):
+                error = message.exception()
+                if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
+                    self._lifeline.stopped(error)  # another one may take its place
+                else:
+                    self.lost(error)
             case Failure():
-                self._take_failure(message)
-            case Welcome():
-                with self.traffic.mutex:
-                    self.traffic.welcomed(message)
-                    joining, self._joining = self._joining, None
-                if joining is not None:
-                    joining._complete()
-            case Leave():
-                self._heard_goodbye(0)
-            case Membership():
-                self._take_membership(message)
-            case RoundDone():
-                self.traffic.hand(self._round_done, message)
-            case Entered(number):
-                self.traffic.hand(self.member.entered, number)
-            case Agreed():
-                self.traffic.hand(self.member.agreed, message, payloads)
-            case Opened():
-                with self.traffic.mutex:
-                    followers = self.turns.opened(message)
-                for follower in followers:
-                    follower._complete()
-            case Located() | Claimed():
-                self.leases.answered(message, payloads)
+                self.traffic.hand(self.member.told_by, shard, message)
+                self.traffic.pump()  # the credit of what has failed is free
             case Resumed() | Fetch() | Standing() if self.resumption is not None:
-                self.resumption.heed(message, 0)
-            case Missing():
-                self.traffic.take_missing(message)
+                self.resumption.heed(message, shard)
+            case _:
+                return False
+        return True
 
     def lost(self, error: GradServerError) -> None:
         """The channel broke: everything open, and everything later, fails with ``error``."""
@@ -338,88 +276,23 @@ class Session:
             self._lifeline.part()
         self._fail_everything(error)
 
-    def receive_from(self, shard: int, message: Message, payloads: Sequence[Buffer]) -> None:
-        """Take one message from a data shard that is not the coordinator itself."""
-        match message:
-            case Result():
-                self.traffic.take_result(message, payloads, shard)
-            case Failure():
-                self._take_failure(message, shard)
-            case Attended():
-                with self.traffic.mutex:
-                    attending = self._attending.pop(shard, None)
-                if attending is not None:
-                    attending._complete()
-            case Leave():
-                self._heard_goodbye(shard)
-            case Missing():
-                self.traffic.take_missing(message)
-            case Resumed() | Fetch() | Standing() if self.resumption is not None:
-                self.resumption.heed(message, shard)
-
     def attend(self, shard: int, timeout: float, channel: Channel | None = None, version: int = 0) -> Handle:
         """Tell a data shard which worker this is; the handle is done when it has let the worker in.
 
         In a recovery with the generation ``version`` that a Resumed brought, on the ``channel`` on which that came.
         """
-        welcome, channel = self.membership, channel or self.traffic.channel
+        channel = channel or self.traffic.channel
+        handle = Handle(timeout, channel)
         with self.traffic.mutex:
-            handle = self._attending[shard] = Handle(timeout, channel)
-        if shard not in self._visited:
-            self._visited.append(shard)
-        epoch, seat = version or welcome.founded or welcome.epoch, self.member_of(welcome.rank)
-        channel.send(Attend(welcome.group, epoch, seat, welcome.token), (), shard)
+            message = self.member.attachment.attend(shard, version, handle)
+        channel.send(message, (), shard)
         return handle
-
-    def stop_attending(self) -> list[Handle]:
-        """Attend no more: those connections have ended. Give the handles that wait for that."""
-        with self.traffic.mutex:
-            waiting, self._attending = list(self._attending.values()), {}
-        return waiting
-
-    def goes_on_with(self, shards: Sequence[str], answers: bool) -> bool:
-        """Return true if connections go to ``shards``, or will if that ``answers`` a Resume. Else all are made anew."""
-        return self._lifeline is None or self._lifeline.goes_on_with(tuple(shards), answers)
-
-    def _round_done(self, done: RoundDone) -> None:
-        self.member.round_done(done)
-        self.donor.asked(done, self.member.identity.member_id)
-
-    def _take_membership(self, news: Membership) -> None:
-        self.traffic.hand(self.member.membership_told, news)
-        if news.seats[0] == self.member.identity.member_id:  # one of them is to say it
-            level = logging.WARNING if news.lost else logging.INFO
-            log.log(level, "group %r: %s", self.membership.group, news.reason)
-
-    def _heard_goodbye(self, shard: int) -> None:
-        if shard in self._leaving:
-            self._leaving[shard]._complete()
-
-    def _take_failure(self, failure: Failure, shard: int = 0) -> None:
-        error = failure.exception()
-        match failure.scope:
-            case Scope.EXCHANGE:
-                if failure.key is not None:
-                    self.traffic.take_failure(failure.key, error, shard)
-            case Scope.PROPOSAL:
-                self.traffic.hand(self.member.proposal_failed, error)
-            case Scope.DATA:
-                self.leases.failed(str(failure.fields.get("data")), error)
-            case Scope.CONNECTION if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
-                self._lifeline.stopped(error)  # another one may take its place
-            case Scope.CONNECTION:
-                self.lost(error)
 
     def _fail_everything(self, error: GradServerError) -> None:
         with self.traffic.mutex:
-            handles: list[Waiter] = [*self.traffic.give_up(), *self._attending.values()]
-            handles += [self._joining] if self._joining is not None else []
-            handles += self.turns.give_up()
-            handles += self._leaving.values()
-            handles += self.leases.give_up()
-            self._joining = None
-        for handle in handles:
-            handle._complete(error)
+            waiting = self.member.give_up()
+        for waiter in waiting:
+            waiter._complete(error)
 
 
 class ShardReceiver:

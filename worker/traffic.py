@@ -6,20 +6,22 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ParamSpec, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, MalformedMessageError
-from gradserver.protocol.exchange import BUCKET, STATE_TAG, TRANSFER, ExchangeKey, Kind, Op, Operation, operation_of
-from gradserver.protocol.messages import Inquire, Message, Missing, Result, Transfer, Welcome
+from gradserver.protocol.exchange import STATE_TAG, TRANSFER, ExchangeKey, Kind, Op, Operation, operation_of
+from gradserver.protocol.messages import Message, Result, Transfer
+from gradserver.protocol.ranges import Ranges
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.effects import Complete, Effect, Lose, Tell
 from gradserver.worker.member.exchange import Destination, Exchange, Source
+from gradserver.worker.member.leases import Question
 from gradserver.worker.member.machine import Member
-from gradserver.worker.member.waiter import Waiter
 
 P = ParamSpec("P")
 
@@ -57,7 +59,6 @@ class Traffic:
         self.closed: GradServerError | None = None
         self._owner = owner
         self._pump_again = False
-        self._inquiries: dict[ExchangeKey, Handle] = {}
 
     def check_open(self) -> None:
         """Raise what ended this membership, if anything has."""
@@ -73,15 +74,6 @@ class Traffic:
         """Take new locks, in a forked child: threads that the child does not have may hold the old ones."""
         self.closed = error
         self.mutex, self.pumping = threading.Lock(), threading.Lock()
-
-    def endure(self, channel: Channel) -> None:
-        """Go by ``channel`` from now on."""
-        self.channel = channel
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """Begin with what the coordinator says when it lets this worker in. With the mutex held."""
-        self.member.welcomed(welcome)
-        self.timeout = welcome.timeout or self.timeout
 
     def hand(self, event: Callable[P, object], *arguments: P.args, **more: P.kwargs) -> None:
         """Hand an event to a part of the member, and carry out what follows."""
@@ -105,9 +97,14 @@ class Traffic:
         self.check_open()
         self.channel.send(message)
 
-    def send(self, message: Message, payloads: Sequence[Buffer]) -> None:
-        """Say something to the coordinator, with payloads."""
-        self.channel.send(message, payloads)
+    def ask(self, question: Question, ranges: Ranges | None = None) -> Handle:
+        """Ask about leases. The handle's value is the answer and its ranges, or raises why there is none."""
+        handle = self.new_handle(partial(_unanswered, question.name))
+        with self.mutex:
+            self.check_open()
+            asked = self.member.leases.ask(question, ranges, handle)
+        self.channel.send(question, asked.payloads)
+        return handle
 
     @uninterrupted
     def collective(
@@ -153,22 +150,15 @@ class Traffic:
         return handle
 
     @uninterrupted
-    def state_part(
-        self, transfer: Transfer, index: int, memory: Bytes, check_giver: Callable[[Transfer], None]
-    ) -> Handle:
-        """Send, or receive into ``memory``, part ``index`` of a state; ``check_giver`` raises why it is not sent."""
+    def state_part(self, transfer: Transfer, index: int, memory: Bytes) -> Handle:
+        """Send, or receive into ``memory``, part ``index`` of a state."""
         member = self.member
         key = ExchangeKey(TRANSFER, index, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
         operation = operation_of(Kind.TRANSFER, Op.NONE, UINT8, memory.size)
         with self.mutex:
             self.check_open()
-            gives = member.identity.member_id == transfer.donor
-            if gives:
-                check_giver(transfer)
-            else:
-                member.check_state(transfer)
+            given, taken = (memory, None) if member.gives_state(transfer) else (None, memory)
             handle = self.handle_of(key, operation)
-            given, taken = (memory, None) if gives else (None, memory)
             member.exchanges.begin(key, operation, given, taken, 1.0, handle)
             effects = member.effects.take()
         self._go_on(effects, True)
@@ -192,11 +182,12 @@ class Traffic:
                 effect.waiter._complete(effect.error)
             elif type(effect) is Tell:
                 with suppress(ClosedError, ConnectionError):
-                    self.channel.send(effect.message, (), effect.shard)
+                    self.channel.send(effect.message, effect.payloads, effect.shard)
             elif type(effect) is Lose:
                 self._owner.lost(effect.error)
             else:
-                log.warning(effect.text, *effect.arguments)  # type: ignore[union-attr]
+                level = logging.WARNING if effect.warns else logging.INFO  # type: ignore[union-attr]
+                log.log(level, effect.text, *effect.arguments)  # type: ignore[union-attr]
 
     def pump(self) -> None:
         """Send what may be sent. One thread at a time does it; others leave a note and go on.
@@ -267,55 +258,24 @@ class Traffic:
         if more:
             self.pump()
 
-    def take_failure(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
-        """Take the word of ``shard`` that an exchange has failed."""
-        with self.mutex:
-            self.member.exchanges.fail(key, error, shard)
-            effects = self.member.effects.take()
-        self._go_on(effects, False)
-
     # ── what is missing ───────────────────────────────────────────────────────────────────────────────
 
     def _overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
-        """Make the error for a wait of ``seconds`` for an exchange that has run out."""
-        bucket, what, plan = "", str(operation), self.member.rounds.plan
-        if key.stream == BUCKET and plan is not None:
-            bucket = plan.buckets[key.part].key
-            what = f"bucket {bucket!r} of round {key.number}"
-        elif key.stream == TRANSFER:
-            what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
-        missing = tuple(self._ask_who(key))
-        return DeadlineError(
-            f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
-            missing=missing,
-            bucket=bucket,
-            round=key.number if bucket else -1,
-        )
+        return self.member.inquiries.overdue(key, operation, seconds, self._ask_who(key))
 
     def _ask_who(self, key: ExchangeKey) -> Sequence[str]:
         """Ask the coordinator for the names of workers that are missing from an exchange."""
         handle = Handle(VERDICT_SECONDS, self.channel)
         with self.mutex:
-            concerned = self.member.exchanges.shard_with(key)
-            if self.closed is not None or concerned is None:
-                return ()
-            self._inquiries[key] = handle
+            asked = None if self.closed is not None else self.member.inquiries.ask(key, handle)
+        if asked is None:
+            return ()
         try:
-            self.channel.send(Inquire(key), (), concerned)
+            self.channel.send(asked[0], (), asked[1])
             return tuple(handle.wait(VERDICT_SECONDS))
         except (GradServerError, ConnectionError):
             return ()
 
-    def take_missing(self, message: Missing) -> None:
-        """Take the names of workers that are missing from an exchange."""
-        with self.mutex:
-            inquiry = self._inquiries.pop(message.key, None)
-        if inquiry is not None:
-            inquiry._value = message.workers
-            inquiry._complete()
 
-    def give_up(self) -> list[Waiter]:
-        """Forget all that is under way, and give what waits for it. With the mutex held."""
-        waiting = [*self.member.give_up(), *self._inquiries.values()]
-        self._inquiries.clear()
-        return waiting
+def _unanswered(name: str, seconds: float) -> DeadlineError:
+    return DeadlineError(f"the coordinator has not said within {seconds:g} s what there is of data {name!r}")

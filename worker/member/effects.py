@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.messages import Message
 from gradserver.worker.member.waiter import Waiter
@@ -24,6 +25,7 @@ class Tell(NamedTuple):
 
     message: Message
     shard: int = 0
+    payloads: Sequence[Buffer] = ()
 
 
 class Lose(NamedTuple):
@@ -32,14 +34,17 @@ class Lose(NamedTuple):
     error: GradServerError
 
 
-class Warn(NamedTuple):
+class Log(NamedTuple):
     """A line for the log: a text with places for ``arguments``."""
 
     text: str
     arguments: tuple[object, ...]
+    warns: bool = True
 
 
-Effect = Complete | Tell | Lose | Warn
+Said = tuple[Message, Sequence[Buffer]]
+"""A message to the coordinator that is repeated on a new connection, and its payloads."""
+Effect = Complete | Tell | Lose | Log
 
 
 class Effects:

@@ -8,20 +8,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.errors import GradServerError, WorkerLostError
+from gradserver.protocol.errors import WorkerLostError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
-from gradserver.protocol.messages import Agreed, Leave, Membership, Ready, Result, RoundDone, Transfer, Welcome
-from gradserver.worker.member.effects import Effects, Lose, Tell
+from gradserver.protocol.messages import Agreed, Attended, Failure, Leave, Message, Opened, Scope, Welcome
+from gradserver.protocol.messages.data import Missing, Result
+from gradserver.protocol.messages.leases import Claimed, Located
+from gradserver.protocol.messages.membership import Entered, Membership, Ready, RoundDone, Transfer
+from gradserver.worker.member.attachment import Attachment
+from gradserver.worker.member.donor import Donor
+from gradserver.worker.member.effects import Effects, Log, Lose, Said, Tell
 from gradserver.worker.member.exchange import NO_SLICES, Exchange
 from gradserver.worker.member.exchanges import NOT_SENT, Exchanges, MakeCoder
 from gradserver.worker.member.identity import Identity, check_welcome
+from gradserver.worker.member.inquiries import Inquiries
 from gradserver.worker.member.learner import Learner, Stage
+from gradserver.worker.member.leases import Leases
 from gradserver.worker.member.plans import Plans
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.slots import Memory
 from gradserver.worker.member.stragglers import Stragglers, overrun
+from gradserver.worker.member.turns import Turns
 from gradserver.worker.member.waiter import Waiter
 
 
@@ -37,9 +45,14 @@ class Member:
         identity: its place in the group.
         rounds: the round that it is in.
         plans: what it has proposed.
+        attachment: where it is known.
         learner: what a worker that joins was told.
+        donor: what it is to send to learners.
         stragglers: results that come before their bucket, and gradients that come after it.
         exchanges: what it has under way.
+        inquiries: what it asks about those that take too long.
+        turns: what it says and asks where several modules share rounds.
+        leases: what it asks and tells of data.
     """
 
     def __init__(self, channel: Memory, make_coder: MakeCoder) -> None:
@@ -47,10 +60,60 @@ class Member:
         self.identity = Identity()
         self.rounds = Rounds(self.identity)
         self.plans = Plans(self.rounds)
-        self.learner = Learner()
+        self.attachment = Attachment(self.effects, self.identity)
+        self.learner, self.donor = Learner(), Donor(self.rounds)
         self.stragglers = Stragglers(self.identity, self.rounds)
         what = self.effects, self.identity, self.rounds, self.stragglers
         self.exchanges = Exchanges(*what, channel, make_coder)
+        self.inquiries = Inquiries(self.effects, self.rounds, self.exchanges)
+        self.turns, self.leases = Turns(self.effects, self.rounds), Leases(self.effects, self.rounds)
+
+    # ── what it is told ───────────────────────────────────────────────────────────────────────────────
+
+    def told(self, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Take what the coordinator says, but for results and recoveries."""
+        match message:
+            case Welcome():
+                self.welcomed(message)
+            case Membership():
+                self.membership_told(message)
+            case RoundDone():
+                self.round_done(message)
+            case Entered(number):
+                self.effects.complete_all(self.learner.entered(number))
+            case Agreed():
+                self.agreed(message, payloads)
+            case Opened():
+                self.turns.opened(message)
+            case Located() | Claimed():
+                self.leases.answered(message, payloads)
+            case _:
+                self.told_by(0, message)
+
+    def told_by(self, shard: int, message: Message) -> None:
+        """Take what any data shard says, or the coordinator (shard 0)."""
+        match message:
+            case Failure():
+                self._failed(message, shard)
+            case Attended() if shard > 0:
+                self.attachment.attended(shard)
+            case Leave():
+                self.attachment.heard_goodbye(shard)
+            case Missing():
+                self.inquiries.answered(message)
+
+    def _failed(self, failure: Failure, shard: int) -> None:
+        """Take the word that something that this member has begun or asked fails."""
+        error = failure.exception()
+        match failure.scope:
+            case Scope.EXCHANGE:
+                if failure.key is not None:
+                    self.exchanges.fail(failure.key, error, shard)
+            case Scope.PROPOSAL:
+                if (proposal := self.plans.open) is not None:
+                    self.effects.complete(proposal.waiter, error)
+            case Scope.DATA:
+                self.leases.failed(str(failure.fields.get("data")), error)
 
     # ── memberships and plans ─────────────────────────────────────────────────────────────────────────
 
@@ -60,11 +123,15 @@ class Member:
         self.identity.take(welcome)
         self.rounds.announced.welcomed(welcome.epoch)
         self.exchanges.welcomed(welcome)
+        self.attachment.attended(0)
 
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
         self.identity.check(news)
         self.effects.complete_all(self.rounds.announced.add(news))
+        if news.seats[0] == self.identity.member_id:  # one of them is to say it
+            what = "group %r: %s", (self.identity.membership.group, news.reason)
+            self.effects.add(Log(*what, bool(news.lost)))
 
     def round_done(self, done: RoundDone) -> None:
         """Take note that a round is over for all."""
@@ -75,10 +142,7 @@ class Member:
             # The member that was to send the state before cannot. No other message says so.
             self.exchanges.fail_states(WorkerLostError(NOT_SENT), latest.number)
         self.effects.complete_all(waiting)
-
-    def entered(self, number: int) -> None:
-        """Take note of the first round to which this worker contributes."""
-        self.effects.complete_all(self.learner.entered(number))
+        self.donor.asked(done, me)
 
     def agreed(self, message: Agreed, payloads: Sequence[Buffer]) -> None:
         """Go by the plan that the coordinator says is agreed on, if this member waits for one."""
@@ -90,11 +154,6 @@ class Member:
         self.rounds.go_by(settled.plan, message.round)
         self.exchanges.agreed(settled.plan, settled.kept)
         self.effects.complete(settled.waiter, value=settled.section)
-
-    def proposal_failed(self, error: GradServerError) -> None:
-        """Take the coordinator's word that the plan that this member has proposed is not agreed on."""
-        if (proposal := self.plans.open) is not None:
-            self.effects.complete(proposal.waiter, error)
 
     def adopt(self, epoch: int, ended: int) -> Membership | None:
         """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
@@ -145,6 +204,15 @@ class Member:
         return learner.say_ready()
 
     # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin_round(self, index: int) -> None:
+        """Begin a round with bucket ``index``, and say what is to be said before the first push."""
+        self.rounds.begin(index)
+        plan = self.rounds.plan
+        assert plan is not None
+        if plan.is_shared and self.identity.stage is not Stage.OBSERVING:
+            self.turns.begins(plan, index)
+        self.leases.begin_round(len(self.exchanges.shards) > 1)
 
     def enter_round(self, index: int) -> ExchangeKey:
         """Check that bucket ``index`` may be pushed, and give its exchange."""
@@ -199,15 +267,18 @@ class Member:
         is_member = self.identity.stage is Stage.MEMBER
         return is_small and is_member and not any(shard.queue.waiting for shard in self.exchanges.shards)
 
-    def finish_round(self) -> bool:
-        """Go on to the next round. Return true if this worker was late, and what it gave counts in a later one."""
+    def finish_round(self) -> None:
+        """Go on to the next round."""
+        if self.identity.sifts and (warning := self.rounds.note_not_finite()) is not None:
+            self.effects.add(warning)
         is_kept, warning = self.stragglers.finish()
         if warning is not None:
             self.effects.add(warning)
         self.rounds.finish()
         self.stragglers.backlog.forget(self.rounds.number)
         self.exchanges.forget_collectives()
-        return is_kept
+        if is_kept:
+            self.leases.carry()
 
     # ── results ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,15 +328,30 @@ class Member:
             return False
         return not identity.membership.late and not self.exchanges.is_busy
 
+    def again(self) -> list[Said]:
+        """Give what is said again on a new connection: what the others have yet to agree with, and what is asked."""
+        proposal = self.plans.open
+        proposed: list[Said] = [] if proposal is None else [(proposal.message, (proposal.plan.encoded,))]
+        return [*proposed, *self.turns.again(), *self.leases.again()]
+
     # ── its end ───────────────────────────────────────────────────────────────────────────────────────
 
     def give_up(self) -> list[Waiter]:
         """Forget all that is under way, and give what waits for it."""
         proposal = self.plans.open
         waiting = [] if proposal is None else [proposal.waiter]
-        return [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up(), *waiting]
+        waiting += [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
+        waiting += [*self.attachment.give_up(), *self.inquiries.give_up()]
+        return [*waiting, *self.turns.give_up(), *self.leases.give_up()]
 
-    def check_state(self, transfer: Transfer) -> None:
-        """Raise WorkerLostError if this learner is to take another state than that of ``transfer``."""
+    def gives_state(self, transfer: Transfer) -> bool:
+        """Return true if this member is to send the state of ``transfer``, false if it is to take it.
+
+        Raise WorkerLostError if it is to do neither any more.
+        """
+        if self.identity.member_id == transfer.donor:
+            self.donor.check(transfer)
+            return True
         if self.learner.transfer is not None and self.learner.transfer.number > transfer.number:
             raise WorkerLostError(NOT_SENT)
+        return False

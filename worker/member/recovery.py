@@ -15,13 +15,15 @@
 from __future__ import annotations
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import GradServerError, MalformedMessageError
+from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, PERSONAL, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
-from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, pack_spans
+from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, pack_spans
+from gradserver.worker.member.donor import nobody_takes_it
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.waiter import Waiter
 
 
 class Recovery:
@@ -41,21 +43,28 @@ class Recovery:
         """The latest generation that each shard has told of."""
         self._said = -1
         """The generation for which the shards were told what this member holds."""
+        self._expected: Waiter | None = None
+        """Handle of the Resumed that answers this member's Resume."""
+        self._silent = False
+        """True from that Resumed until Holding, when nothing else is said."""
+        self._standing: Waiter | None = None
+        """Handle of the last Standing."""
 
     def suspend(self) -> None:
         """Push nothing, until it is known what counts."""
         for shard in self._member.exchanges.shards:
             shard.hold()
 
-    def resume(self, serves: bool) -> Resume:
-        """Begin on a new connection; give what is said first there. ``serves`` if this member can send its state."""
+    def resume(self, waiter: Waiter) -> Resume:
+        """Begin on a new connection; give what is said first there. The waiter's value becomes the Resumed."""
+        self._expected, self._silent = waiter, True
         self.suspend()  # the connection before may have broken when some shards had said Standing
         self._heard.clear()
         self._said = -1
         rounds, welcome = self._member.rounds, self._member.identity.membership
         plan = rounds.plan.hash if rounds.plan is not None else ""
         epoch = rounds.announced.latest
-        return Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan, serves)
+        return Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan, self._member.donor.serves)
 
     def hold(self, shard: ShardTraffic) -> None:
         """Push nothing to ``shard``, or to none if it is the primary: what was pushed and is unanswered is void."""
@@ -64,19 +73,36 @@ class Recovery:
         else:
             self.suspend()
 
-    def void_states(self, error: GradServerError) -> None:
+    @property
+    def is_resuming(self) -> bool:
+        """True if this member has said Resume, and has no answer."""
+        return self._expected is not None
+
+    def void_states(self) -> None:
         """Fail transfers of states: the worker that was to have one begins anew."""
-        self._member.exchanges.fail_states(error, MAX_COUNTER)
+        self._member.donor.forget()
+        self._member.exchanges.fail_states(nobody_takes_it(), MAX_COUNTER)
 
-    def resumed(self, generation: int, shard: int) -> None:
-        """Take note that a recovery has begun at ``shard``."""
-        self._heard[shard] = generation
+    def resumed(self, message: Resumed, shard: int) -> bool:
+        """Take note that a recovery has begun at ``shard``. Return true if what this member holds may be said."""
+        self._heard[shard] = message.version
         if shard == 0:
-            self.generation = generation
+            self.generation = message.version
+            if self._expected is not None:
+                self._member.effects.complete(self._expected, value=message)
+                self._expected = None
+                return False
+        return not self._silent
 
-    def restate(self) -> None:
-        """Count from now on what is pushed again."""
-        self.again = 0
+    def restate(self, waiter: Waiter) -> None:
+        """Say what this member holds. The waiter's value becomes the number of slices that are pushed again."""
+        self.again, self._silent, self._standing = 0, False, waiter
+
+    def interrupt(self) -> list[Waiter]:
+        """Give what waits for the connection on which this member resumes: it broke."""
+        waiting = [waiter for waiter in (self._expected, self._standing) if waiter is not None]
+        self._expected = self._standing = None
+        return [*waiting, *self._member.attachment.stop_attending()]
 
     def holdings(self) -> list[tuple[int, Holding, bytes]]:
         """Give what this member holds of each shard's slices; nothing if that was said, or is not to be said yet.
@@ -140,6 +166,9 @@ class Recovery:
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()
+        if self._standing is not None:
+            self._member.effects.complete(self._standing, value=self.again)
+            self._standing = None
         return True
 
     def _begin_again(self, shard: ShardTraffic, number: int) -> None:

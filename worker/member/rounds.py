@@ -7,7 +7,7 @@ from typing import Final
 from gradserver.protocol.errors import OutOfStepError
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.announced import Announced
-from gradserver.worker.member.effects import Warn
+from gradserver.worker.member.effects import Log
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.waiter import Waiter
 
@@ -78,7 +78,7 @@ class Rounds:
         buckets = self.plan.buckets
         return [buckets[part].key for part in parts if buckets[part].numel and part not in self.pushed]
 
-    def note_not_finite(self) -> Warn | None:
+    def note_not_finite(self) -> Log | None:
         """Note the outcome of a round in which gradients of a member were not finite."""
         found = [waiter.not_finite for waiter in self.pushed.values() if waiter.not_finite is not None]
         self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
@@ -89,7 +89,7 @@ class Rounds:
             return None
         became = "so no worker applies it" if self.skipped else "and is left out of the mean where it is not"
         here = self._identity.membership
-        return Warn(
+        return Log(
             "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). Look at its "
             "data, loss and learning rate",
             (here.group, here.rank, self.number, became, self._left_out_rounds),

@@ -24,7 +24,7 @@ from gradserver.protocol.messages import Result
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.backlog import Backlog, room_for
 from gradserver.worker.member.carryover import CarryOver, Contribution, is_finite
-from gradserver.worker.member.effects import Warn
+from gradserver.worker.member.effects import Log
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.learner import Stage
@@ -147,7 +147,7 @@ class Stragglers:
                 continue  # what is not finite would spoil the next round, too
             self.carry.put(exchange.key.part, index, contribution)
 
-    def finish(self) -> tuple[bool, Warn | None]:
+    def finish(self) -> tuple[bool, Log | None]:
         """Note that a round is over. Return true if this worker was late and what it gave is kept; and what to say."""
         number, here, warning = self._rounds.number, self._identity.membership, None
         self.failures.pop(number, None)
@@ -155,7 +155,7 @@ class Stragglers:
         self._late_rounds = self._late_rounds + 1 if was_late else 0
         if self._late_rounds and self._late_rounds % _CHRONIC_ROUNDS == 0:
             what = "is added to what it gives next" if here.late == "keep" else "is forgotten"
-            warning = Warn(
+            warning = Log(
                 "group %r: this worker, rank %d, was late for %d rounds in a row. What it gave too late %s; if it "
                 "stays this slow, give it smaller batches, or the others more time (--grace)",
                 (here.group, here.rank, self._late_rounds, what),

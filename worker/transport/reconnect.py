@@ -95,7 +95,8 @@ class Lifeline:
         self._patience = patience
         self._lock = threading.Lock()
         self._clock = Clock()
-        self.resumption = Resumption(session, self._clock, Regions(self.region, self.place_of))
+        regions = Regions(self.region, self.place_of)
+        self.resumption = Resumption(session.traffic, self.goes_on_with, self._clock, regions)
         self._is_up = True
         self._trying: TcpChannel | None = None
         """Connection through which this worker is resuming; None if it is not."""
@@ -221,7 +222,7 @@ class Lifeline:
                     error = out_before_entry(session.membership, error)
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
-                    self.resumption.suspend()
+                    self.resumption.recovery.suspend()
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
                     return
@@ -324,7 +325,7 @@ class Lifeline:
         resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
         for number, url in enumerate(self._shards, 1):
             channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
-            attending = self._session.attend(number, _ANSWER_SECONDS, channel, resumption.generation)
+            attending = self._session.attend(number, _ANSWER_SECONDS, channel, resumption.recovery.generation)
             self._check_trying()
             attending.wait(_ANSWER_SECONDS)
         if memory is not None:

@@ -1,0 +1,59 @@
+"""A member's inquiries after the workers that are missing from exchanges that take too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.exchange import BUCKET, TRANSFER, ExchangeKey, Operation
+from gradserver.protocol.messages import Inquire, Missing
+from gradserver.worker.member.effects import Effects
+from gradserver.worker.member.exchanges import Exchanges
+from gradserver.worker.member.rounds import Rounds
+from gradserver.worker.member.waiter import Waiter
+
+
+class Inquiries:
+    """Inquiries without an answer, by exchange. Not safe to share: the session's lock guards it."""
+
+    def __init__(self, effects: Effects, rounds: Rounds, exchanges: Exchanges) -> None:
+        self._effects = effects
+        self._rounds = rounds
+        self._exchanges = exchanges
+        self._asked: dict[ExchangeKey, Waiter] = {}
+
+    def ask(self, key: ExchangeKey, waiter: Waiter) -> tuple[Inquire, int] | None:
+        """Give a question, and the shard that it is for; None if that exchange is not under way.
+
+        The waiter's value becomes the names of the workers.
+        """
+        shard = self._exchanges.shard_with(key)
+        if shard is None:
+            return None
+        self._asked[key] = waiter
+        return Inquire(key), shard
+
+    def answered(self, message: Missing) -> None:
+        """Take the names of workers that are missing from an exchange."""
+        if (waiter := self._asked.pop(message.key, None)) is not None:
+            self._effects.complete(waiter, value=message.workers)
+
+    def overdue(self, key: ExchangeKey, operation: Operation, seconds: float, missing: Sequence[str]) -> DeadlineError:
+        """Make the error for a wait of ``seconds`` for an exchange that has run out."""
+        bucket, what, plan = "", str(operation), self._rounds.plan
+        if key.stream == BUCKET and plan is not None:
+            bucket = plan.buckets[key.part].key
+            what = f"bucket {bucket!r} of round {key.number}"
+        elif key.stream == TRANSFER:
+            what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
+        return DeadlineError(
+            f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
+            missing=tuple(missing),
+            bucket=bucket,
+            round=key.number if bucket else -1,
+        )
+
+    def give_up(self) -> list[Waiter]:
+        """Give the handles that wait for something that will not come."""
+        waiting, self._asked = self._asked, {}
+        return list(waiting.values())
