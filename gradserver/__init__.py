@@ -7,8 +7,8 @@ This package is the one place to import from:
     worker = gradserver.connect("tcp://coordinator:7411")
     model = gradserver.DistributedDataParallel(model, worker)
 
-The names below are imported when they are first used, so that `import gradserver` stays light and the
-coordinator runs on a machine that has no PyTorch.
+The names below are imported when they are first used. So `import gradserver` stays light, and the coordinator runs on a
+machine without PyTorch.
 """
 
 from __future__ import annotations

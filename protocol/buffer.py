@@ -12,5 +12,5 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def size_text(count: int) -> str:
-    """Format a number of bytes: 1.5 MB, 0.5 kB."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+    """Format a number of bytes: 1.5 MB, 1.5 kB, 15 bytes."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB" if count >= 1e3 else f"{count} bytes"

@@ -12,8 +12,8 @@ odd word in another place gives another digest, too. Each zero bit at a word's e
 difference: of words with z of them one in 2^(63-z) has the same digest in another place. The digest shows faults, not
 forgery: other bytes with the same digest can be found.
 
-It takes 2.6 times as long as copying bytes that are in a core's second-level cache, and 0.7 times as long as copying
-bytes that are in no cache: it reads, and writes nothing.
+For bytes in a core's second-level cache it takes 2.6 times as long as a copy. For bytes in no cache it takes 0.7 times
+as long, since it reads, and writes nothing.
 """
 
 from __future__ import annotations

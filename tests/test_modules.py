@@ -324,7 +324,7 @@ def test_the_plan_says_what_shares_it() -> None:
         assert [model.plan.nbytes for model in models] == [8, 20]
         return worker.plan.size
 
-    assert alone(work) == "2 buckets of 2 modules, 0.0 MB"
+    assert alone(work) == "2 buckets of 2 modules, 28 bytes"
 
 
 def test_a_round_of_two_modules_at_once_is_refused() -> None:

@@ -108,6 +108,7 @@ def test_options_for_late_members() -> None:
         ({"quorum": "most"}, "such as 75%, not 'most'"),
         ({"quorum": "175%"}, "1 % to 100 %"),
         ({"quorum": 5, "most": 3}, "quorum is 5, and must be at most 3"),
+        ({"backup": 3, "most": 3}, "backup is 3, and must be at most 2"),
         ({"quorum": 2, "late": "later"}, "late is 'later', and must be 'keep' or 'drop'"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_plan_finds_its_buckets_and_counts_its_bytes() -> None:
 
     assert plan.index("head") == 1
     assert plan.nbytes == 136 * 4 + 136 * 2
-    assert plan.size == "2 buckets, 0.8 kB a round"
+    assert plan.size == "2 buckets, 816 bytes a round"
     with pytest.raises(InvalidArgumentError, match="no bucket 'tail'; it has"):
         plan.index("tail")
 

@@ -1,7 +1,7 @@
 """The order of all samples in one epoch, the same on every machine.
 
-Workers agree on it without a message, so it has to be the same on machines that may differ in processor and in versions
-of torch and numpy. ``torch.randperm`` and numpy's ``Generator.permutation`` may both change their algorithms. So each
+Workers agree on it without a message. So it has to be the same on different processors, and with different versions of
+torch and numpy. ``torch.randperm`` and numpy's ``Generator.permutation`` may both change their algorithms. So each
 sample gets a 64-bit key from Philox4x64-10, a published counter-based generator: numpy promises to keep its integer
 stream. The permutation is the stable sort of the keys, of which only one answer can be right.
 """

@@ -1,7 +1,7 @@
 """The turns of several modules on one worker: the order of their exchanges, the same on all workers.
 
-A backward that goes through several modules, as a generator's does through its discriminator, makes one round of each,
-and rounds are matched by their order. That must not depend on which thread of autograd comes first. So:
+A backward may go through several modules, as a generator's does through its discriminator. It makes one round of each,
+and rounds are matched by their order. The order must not depend on which thread of autograd comes first. So:
 
 - a module by itself pushes each bucket as soon as backward has completed it;
 - of several, the first wrapped among the *armed* ones does so: their forward has run since their last exchange. It is

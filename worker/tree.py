@@ -3,8 +3,8 @@
     manifest   a msgpack array: shape and values of the tree; at most 4 MiB
     buffers    the elements of its tensors and arrays, in the order in which they stand in the tree, as they are
 
-A tree is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and torch tensors, of
-every element type in `gradserver.protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their
+A tree is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and torch tensors.
+Element types are those of `gradserver.protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their
 types too.) It comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the
 CPU, without memory that they shared, and require no gradient.
 

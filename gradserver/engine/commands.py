@@ -64,8 +64,8 @@ class Memory:
 class Reduce(NamedTuple):
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
-    ALL_GATHER and GATHER put the contributions one behind the other, ALL_TO_ALL those portions of them that are for the
-    same rank, which are the outcome then, as a tuple; as of SCATTER, which takes one contribution apart. Op.FIRST and
+    ALL_GATHER and GATHER put the contributions one behind the other. ALL_TO_ALL does so with the portions for each
+    rank, and its outcome is a tuple of these. So is that of SCATTER, which takes one contribution apart. Op.FIRST and
     Op.NONE copy the only one given.
 
     Attributes:

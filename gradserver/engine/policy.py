@@ -117,6 +117,9 @@ def lateness_of(
         return None
     if quorum is not None and backup:
         raise InvalidArgumentError("quorum and backup exclude each other: each sets how many workers a round waits for")
+    for name, number, limit in (("quorum", quorum, most), ("backup", backup, max(most - 1, 1))):
+        if isinstance(number, int) and number > limit:
+            raise InvalidArgumentError(f"{name} is {number}, and must be at most {limit} in a group of {most} workers")
     keeps = late != "drop"
     if backup:
         if grace is not None:
@@ -124,8 +127,6 @@ def lateness_of(
         return Lateness(backup=backup, grace=0.0, keeps=keeps)
     seconds = GRACE_SECONDS if grace is None else grace
     if isinstance(quorum, int):
-        if quorum > most:
-            raise InvalidArgumentError(f"quorum is {quorum}, and must be at most {most}, the number of workers")
         return Lateness(quorum=quorum, grace=seconds, keeps=keeps)
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,3})?) ?%", str(quorum))
     if match is None:

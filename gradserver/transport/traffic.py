@@ -3,8 +3,8 @@
 libzmq reads whatever comes, puts frames together until a message is whole, and keeps what a peer does not read. None of
 that is bounded by its options: with a bound on what it reads ahead, libzmq 4.3 ends the whole process when a connection
 breaks (`.binding`). So the bounds are kept from outside. The socket's monitor names the descriptor of each connection.
-The kernel knows how many bytes have come there and how many the other side has taken (TCP_INFO), and the server how
-many it was handed and has sent: the differences are what libzmq holds. A peer above a limit is disconnected by
+The kernel knows how many bytes have come there, and how many the other side has taken (TCP_INFO). The server knows how
+many it was handed and has sent. The differences are what libzmq holds. A peer above a limit is disconnected by
 shutdown(2), and libzmq then acts as on any connection that breaks.
 
     of          what is limited                                      limit

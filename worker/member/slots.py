@@ -1,7 +1,7 @@
 """Slots of shared memory, through which tensors pass that do not lie there.
 
-A slot is as short as a few slices, and there are few of them, so that what passes through is still in the
-processors' cache when it is read: then it costs little more than if the tensor lay in shared memory itself.
+Slots are few, and as short as a few slices. So what passes through them is still in the processors' cache when it is
+read. Then it costs little more than a tensor that lies in shared memory itself.
 """
 
 from __future__ import annotations

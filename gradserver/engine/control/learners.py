@@ -96,7 +96,7 @@ def compare_plans(group: Group, effects: Effects) -> None:
         error = PlanMismatchError(
             f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members.by_seat)} have "
             f"{theirs}; {group.call(seat)}, which wants to join, has {own}. Every worker must wrap the same module in "
-            f"the same way"
+            f"the same way, with the same wire"
         )
         effects.send(learner.connection, Failure.of(error, Scope.PROPOSAL))
         effects.log(error.message, warning=True)

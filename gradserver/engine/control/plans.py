@@ -127,7 +127,7 @@ def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
         theirs, own = difference
         error = PlanMismatchError(
             f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
-            f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way"
+            f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way, with the same wire"
         )
         _fail(group, rank, error, effects)
         group.plans.withdraw(rank)

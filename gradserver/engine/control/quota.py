@@ -7,8 +7,8 @@
     Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each seat concerned
     Round, Boundary, Cut                         not at all
 
-What is not counted belongs to rounds. It is small, and its price is that a round is exchanged or a sample is claimed,
-which takes the coordinator longer than to write it down. So training is never refused, however fast it is.
+What is not counted belongs to rounds. It is small. Its price is that a round is exchanged or a sample is claimed, which
+takes the coordinator longer than to write it down. So training is never refused, however fast it is.
 
 A budget is a number of bytes. What is written is taken from it, and it refills evenly, wholly in an hour. While it is
 used up the group is refused what would write more: joins, plans, and claims of many ranges. A departure cannot be

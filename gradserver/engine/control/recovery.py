@@ -2,8 +2,8 @@
 
 A recovery begins when a member comes back, or when another process has taken a lost shard's place. Each has a number of
 its own. When all shards have what members hold of the latest round, members that lack its end are told (`CaughtUp`,
-`Proceed`), and shards that the round stays closed for late members (`CutRound`). When all shards have told members what
-stands, the group goes on (`Recovered`). `gradserver.engine.data` has the other half, in its module `recovery`.
+`Proceed`). Shards are told that the round stays closed for late members (`CutRound`). When all shards have told
+members what stands, the group goes on (`Recovered`). Data has the other half, in `gradserver.engine.data.recovery`.
 """
 
 from __future__ import annotations

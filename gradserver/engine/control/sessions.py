@@ -1,7 +1,7 @@
 """Sessions in control: members of a durable group that lose their connection, and come back.
 
-A member whose connection broke may come back on a new one, also to a coordinator that was started anew and knows its
-groups from records (`gradserver.engine.control.restore`). It shows the token that its Welcome brought.
+A member with a broken connection may come back on a new one. The coordinator may have been started anew meanwhile, and
+knows its groups from records (`gradserver.engine.control.restore`). The member shows the token of its Welcome.
 
     member    event                                     next      what happens
     ────────  ────────────────────────────────────────  ────────  ────────────────────────────────────────────────────

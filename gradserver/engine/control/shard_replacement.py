@@ -1,8 +1,8 @@
 """Replacement of a lost data shard of a durable group by another process.
 
-Slices of a round in flight are named by the table that the group was founded with, so that stays what it is, and with
-it the number of shards: whoever comes has the lost one's slices, and knows nothing of them. Members hold what it knew,
-and all of them come back, since they had a connection to it: then the group recovers
+Slices of a round in flight are named by the table with which the group began. So the table stays, and with it the
+number of shards. The process that comes has the lost one's slices, and knows nothing of them. Members hold what it
+knew. All of them come back, since they had a connection to it. Then the group recovers
 (`gradserver.engine.control.recovery`).
 
     place     event                                     next      what happens

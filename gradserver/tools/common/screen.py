@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
+from itertools import zip_longest
 from typing import TextIO
 
 WIDTH = 79  # columns; a longer live line would wrap and could not be taken back
@@ -48,7 +50,9 @@ class Screen:
     def facts(self, *facts: Fact) -> None:
         """Print a table of two columns."""
         for name, text in facts:
-            self.line(f"  {self.style(f'{name:10}', DIM)}{text}".rstrip())
+            pieces = textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+            for label, piece in zip_longest([name], pieces or [""], fillvalue=""):
+                self.line(f"  {self.style(f'{label:10}', DIM)}{piece}".rstrip())
 
     def verdict(self, passed: bool, text: str) -> None:
         """Print PASS or FAIL, and a text."""
