@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -213,8 +214,11 @@ def run(arguments: list[str]) -> None:
 
 def main() -> None:
     """Serve. In each child, run its program and end as any program does."""
+    gc.disable()
     for name in LOADED[sys.argv[1]]:
         importlib.import_module(name)
+    gc.freeze()  # no child looks for garbage in what is loaded, which would copy all of it
+    gc.enable()
     run(serve(socket.socket(fileno=int(sys.argv[2]))))
 
 

@@ -473,8 +473,12 @@ def test_a_shard_that_reports_nonsense_is_thrown_out_and_a_member_cannot_report(
         assert isinstance(stranger.error(), UnexpectedMessageError)
 
 
-def test_a_worker_that_cannot_reach_a_shard_is_told_which(pair: tuple[Daemon, Shard]) -> None:
+def test_a_worker_that_cannot_reach_a_shard_is_told_which(
+    pair: tuple[Daemon, Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator, _ = pair
+    for module in ("connect", "traffic"):
+        monkeypatch.setattr(f"gradserver.worker.{module}.VERDICT_SECONDS", 0.2)
     with Stranger(coordinator.url) as stranger, socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         stranger.send(Enlist(url))
@@ -568,7 +572,9 @@ def test_a_shard_says_what_it_is_when_it_is_ready(pair: tuple[Daemon, Shard]) ->
     assert shard.url.startswith("tcp://127.0.0.1:")
 
 
-def test_status_shows_the_shards_and_counts_their_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_the_shards_and_counts_their_traffic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with shards("30", primary="10") as (coordinator, (shard,)), joined(coordinator.url, 2) as workers:
         together(workers, lambda worker: worker.all_reduce(np.ones(4_000_000, np.float32)))
         one = survey(coordinator.url)
@@ -582,6 +588,7 @@ def test_status_shows_the_shards_and_counts_their_traffic(capsys: pytest.Capture
         assert main(["status", shard.url]) == 0
         assert f"data shard 1 of the coordinator at {coordinator.url}: ask the coordinator" in capsys.readouterr().out
         shard.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr("gradserver.status._PATIENCE", 1.0)
         assert main(["status", coordinator.url, "--json"]) == 0
         assert "did not answer" in json.loads(capsys.readouterr().out)["shards"][1]["error"]
         shard.send_signal(signal.SIGCONT)
