@@ -504,6 +504,17 @@ def test_what_is_kept_no_more_is_open_again_while_the_collective_is(durable: tup
     handle.wait()
 
 
+def test_slices_that_are_settled_take_no_credit(durable: tuple[Session, Durable]) -> None:
+    """Test more of them than credit allows, between two that are pushed."""
+    session, tape = durable
+    begin(session, operation_of(Kind.REDUCE_SCATTER, Op.SUM, UINT8, 3 * 9 * MIB))
+    inventory(session, tape, 8)
+    for index in range(10, 17):
+        answer(session, 1, collective(0), index, bytes(SLICE_BYTES))
+
+    assert stand(session, tape, 8)[1] == [(0, 9), (0, 17)]
+
+
 def test_what_is_given_again_goes_in_front_of_later_collectives(durable: tuple[Session, Durable]) -> None:
     session, tape = durable
     operation = WHOLE[Kind.ALL_TO_ALL]

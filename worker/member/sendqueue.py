@@ -57,7 +57,7 @@ class SendQueue:
         before = exchange.sent
         push = exchange.push()
         if push is not None:
-            self._in_flight[exchange.pool] += exchange.cost(before, exchange.sent)
+            self._in_flight[exchange.pool] += exchange.cost(before, before + push[0].slices)  # not of settled ones
             if exchange.sent == exchange.stop:
                 self._remove(exchange)
         return push
