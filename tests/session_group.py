@@ -348,7 +348,7 @@ class Group:
         zeros: whether some contributions have weight 0.
     """
 
-    node_type = Node
+    node_type: type[Node] = Node
 
     def __init__(
         self,

@@ -14,12 +14,16 @@ from random import Random
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from gradserver.engine.policy import Lateness, Policy
 from tests.examples import examples
 from tests.lossy_session_group import LossyGroup
 from tests.session_world import real_code
+from tests.test_late_session_laws import policies
 from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, worlds
 
 NAMES = ("int8", "bf16", "fp16", "topk:0.3", "randomk:0.3")
+ALONE = Lateness(quorum=1, grace=0.005, keeps=True)
+ALONE_DROPS = Lateness(quorum=1, grace=0.005, keeps=False)
 codecs = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3)
 buckets = st.lists(st.integers(1, 60), min_size=1, max_size=3)
 rounds = st.integers(1, 6)
@@ -77,6 +81,36 @@ def test_what_was_owed_is_kept_or_the_ledger_says_that_it_was_lost(
     group.check()
     lost = len(rates) > 1 or group.world.crashes
     assert lost or not group.is_reset()
+
+
+@given(worlds, buckets, codecs, rounds, policies, fuses, happenings, happenings, joins, many_rates, seeds)
+@example(
+    2, [19], ["bf16"], 6, ALONE, [], {65: [1, 1], 80: [1], 101: [1]}, {127: [0]}, {}, (1.0,), 521
+)  # a member makes two rounds alone, and dies with them
+@example(
+    *(2, [36], ["int8"], 6, ALONE_DROPS, [], {72: [1, 2, 1], 86: [1], 114: [1], 116: [1], 142: [1]}, {168: [0]}),
+    *({}, (1.0,), 529),
+)  # the round that it has made alone is closed for the other one, too
+@settings(max_examples=examples(20), deadline=None)
+def test_late_members_take_nothing_along_that_was_owed(
+    world: int,
+    sizes: list[int],
+    names: list[str],
+    count: int,
+    lateness: Lateness,
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    learners: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = LossyGroup(world, sizes, names, count, seed, rates, crashes, Policy(1, 8, lateness=lateness))
+    plan(group, breaks, group.break_line)
+    plan(group, deaths, group.kill)
+    plan(group, learners, group.join)
+    group.run()
+    group.check()
 
 
 @pytest.mark.long

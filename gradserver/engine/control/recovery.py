@@ -77,7 +77,8 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
     if not group.recovery.standing:
         _check(group, report)
         group.rounds.begin(report.round)
-        if group.recovery.note_loss():  # not later: the round may be over before all shards have said so
+        again = group.policy.lateness is not None and report.round <= group.rounds.told[0] and group.plans.is_lossy
+        if group.recovery.note_loss() or again:  # not later: the round may be over before all shards have said so
             journal.reset(group, effects)
             effects.log(f"group {group.name!r}: what lossy codecs had kept back is lost: residuals reset", warning=True)
     if group.recovery.note_standing(source) <= len(group.shards.connections):

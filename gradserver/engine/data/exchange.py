@@ -155,12 +155,12 @@ class Exchange:
     def rest(self, last: int) -> Iterator[Piece]:
         """Yield what is left, when no participant is waited for: what was given in time counts, and then there is none.
 
-        The pieces are as long as possible, and as one message can be.
+        The pieces are as long as possible, and as one message can be. Lossy slices are reduced one by one.
         """
         while self.complete < self.stop and not self.participants:
             start = stop = self.complete
             ends = [runs[0].stop for runs in self.runs.values()]
-            most = min(*ends, start + MAX_SLICES, self.stop) if ends else min(start + MAX_SLICES, self.stop)
+            most = min(start + (1 if self.operation.is_lossy else MAX_SLICES), self.stop, *ends)
             while stop < most and stop not in self.settled:
                 stop += 1
             given = {rank: self._part(self.runs[rank], start, stop) for rank in sorted(self.runs)}
