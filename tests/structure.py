@@ -34,6 +34,8 @@ ENGINE: Final = "gradserver.engine."
 ERRORS: Final = "gradserver.protocol.errors."
 CONTROL: Final = ENGINE + "control."
 DATA: Final = ENGINE + "data."
+WORKER: Final = "gradserver.worker."
+MEMBER: Final = WORKER + "member."
 
 Where = tuple[str, str]
 """What a class or a union is known by, wherever its module is: the beginning of the module's name, and its own name."""
@@ -50,10 +52,23 @@ PARTS: Final[Mapping[str, tuple[Where, ...]]] = {
     "holder": ((DATA, "Holder"),),
 }
 """Classes of which groups are made, by the name that a variable or a field of the class has."""
+ORGANS: Final[Mapping[str, tuple[Where, ...]]] = {
+    **{
+        name.lower(): ((MEMBER, name),)
+        for name in (
+            *("Announced", "Attachment", "Backlog", "Donor", "Effects", "Exchanges", "Identity", "Inquiries"),
+            *("Inventory", "Learner", "Leases", "Plans", "Recovery", "Retained", "Rounds", "Slots", "Stragglers"),
+            *("Regions", "Turns"),
+        )
+    },
+    "carry": ((MEMBER, "CarryOver"),),
+    "queue": ((MEMBER, "SendQueue"),),
+}
+"""Classes of which a worker's member is made, by the name that a variable or a field of the class has."""
 STATES: Final[Mapping[str, tuple[Where, ...]]] = {
     "group": (GROUP, DATA_GROUP),
     "exchange": (EXCHANGE,),
-    **PARTS,
+    **{name: (*PARTS.get(name, ()), *ORGANS.get(name, ())) for name in (*PARTS, *ORGANS)},
 }
 """Classes of state, by the name that a variable or a field of the class has."""
 MUTATORS: Final = frozenset(
@@ -324,9 +339,12 @@ class Writes(ast.NodeVisitor):
     def _by_name(self, name: str) -> str:
         """Tell the class by a variable's name. Of several it is the one that the module imports, or that is near it."""
         candidates = self._states(name)
-        imported = {self._source.origin(one) for one in self._module.imports.values()} & candidates
+        names = {state.rpartition(".")[2] for state in candidates}
+        imported = {self._source.origin(one) for one in self._module.imports.values()}
         package = self._module.name.rpartition(".")[0] + "."
-        return _only(imported or {state for state in candidates if state.startswith(package)})
+        if same := {one for one in imported if one.rpartition(".")[2] in names}:
+            return _only(same & candidates)
+        return _only({state for state in candidates if state.startswith(package)})
 
     def _states(self, variable: str | None = None) -> set[str]:
         every = (where for name, states in STATES.items() if variable in (None, name) for where in states)
@@ -343,22 +361,24 @@ def _only(found: set[str]) -> str:
 
 
 def written_outside(source: Source, where: Where) -> Places:
-    """Fields of a class of state that other modules of the engine write."""
+    """Fields of a class of state that other modules of the engine, or of the worker, write."""
     classes = source.classes(where)
     state = _single(where, classes)
     body = classes[state].body
-    fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    targets = (node for node in ast.walk(classes[state]) if isinstance(node, ast.Attribute))
+    fields |= {one.attr for one in targets if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"}
     writers: dict[str, list[str]] = {}
     for module, found in _written(source).items():
         for _, field in sorted(one for one in found if one[0] == state and not state.startswith(module + ".")):
             writers.setdefault(field, []).append(module.removeprefix(ENGINE))
-    most_first = sorted(set(fields) & writers.keys(), key=lambda field: (-len(writers[field]), field))
+    most_first = sorted(fields & writers.keys(), key=lambda field: (-len(writers[field]), field))
     return {f"{field}: {', '.join(writers[field])}": 1 for field in most_first}
 
 
-def parts_written_outside(source: Source) -> Places:
-    """Fields of the parts of groups that other modules of the engine write."""
-    classes = {where for found in PARTS.values() for where in found}
+def parts_written_outside(source: Source, parts: Mapping[str, tuple[Where, ...]]) -> Places:
+    """Fields of the parts of groups, or of a member, that other modules write."""
+    classes = {where for found in parts.values() for where in found}
     return {
         f"{where[1]}.{place}": count
         for where in sorted(classes)
@@ -368,7 +388,8 @@ def parts_written_outside(source: Source) -> Places:
 
 @cache
 def _written(source: Source) -> dict[str, set[tuple[str, str]]]:
-    return {module.name: Writes(source, module).found for module in source.engine()}
+    modules = (module for name, module in source.modules.items() if name.startswith((ENGINE, WORKER)))
+    return {module.name: Writes(source, module).found for module in modules}
 
 
 # ── outputs of control ────────────────────────────────────────────────────────────────────────────────
@@ -551,7 +572,8 @@ FIGURES: Final = {
     "Fields that other modules write": (
         Figure("control's Group", partial(written_outside, where=GROUP), 0, 0),
         Figure("data's Group", partial(written_outside, where=DATA_GROUP), 0, 0),
-        Figure("parts of groups", parts_written_outside, 0, 0),
+        Figure("parts of groups", partial(parts_written_outside, parts=PARTS), 0, 0),
+        Figure("parts of a member", partial(parts_written_outside, parts=ORGANS), 0, 0),
         Figure("Exchange", partial(written_outside, where=EXCHANGE), 0, 0),
     ),
     "Outputs of control's functions": (

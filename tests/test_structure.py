@@ -123,6 +123,13 @@ def test_which_group_is_written_follows_from_annotations_imports_and_packages(wr
     assert structure.written_outside(source, EXCHANGE) == {"cut: data.completion": 1}
 
 
+def test_fields_of_a_members_parts_are_those_that_it_gives_itself(write: Write) -> None:
+    organ = "class Turns:\n    def __init__(self):\n        self.said = []\n"
+    session = "def close(member):\n    member.turns.said.clear()\n    member.turns.other = 1\n"
+    source = write({"worker/member/turns.py": organ, "worker/session.py": session})
+    assert structure.written_outside(source, (structure.MEMBER, "Turns")) == {"said: gradserver.worker.session": 1}
+
+
 def test_a_field_counts_once_and_names_all_its_writers(write: Write) -> None:
     text = "def a(group):\n    group.away = {}\n    group.away[1] = 2\n"
     late = text + "    group.late = {}\n"

@@ -101,7 +101,7 @@ class Boundaries:
         if any(plan.buckets[part].numel for part in parts):
             self._await_boundary(timeout)
         elif plan.is_shared:  # no other member knows of it
-            pushed.clear()
+            rounds.forget_pushes()
             return
         traffic.hand(member.finish_round)
         if member.identity.stage is Stage.OBSERVING:

@@ -221,7 +221,7 @@ class Session:
         )
         self.disowned = error
         self.traffic.disown(error)
-        self.member.rounds.pushed.clear()
+        self.member.rounds.forget_pushes()
         waiting = self.member.exchanges.waiting()  # a thread may wait at an earlier channel
         channels = [one._channel for one in waiting if isinstance(one, Handle) and one._channel is not None]
         for channel in {id(channel): channel for channel in (self.traffic.channel, *channels)}.values():

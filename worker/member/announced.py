@@ -33,7 +33,7 @@ class Announced:
         """Begin with the membership that this worker came into."""
         self._latest = self._in_force = epoch
 
-    def add(self, membership: Membership) -> list[Waiter]:
+    def told(self, membership: Membership) -> list[Waiter]:
         """Note that the coordinator has told of ``membership``; give the handles that wait for that."""
         if membership.epoch > self._in_force:
             self._memberships[membership.epoch] = membership

@@ -331,7 +331,7 @@ class Exchanges:
         """Fail the rest of a round for which this worker is late, of which it may hear no more."""
         if key.stream != BUCKET or not self._identity.membership.late or key.number < self._rounds.number:
             return
-        self._stragglers.failures.setdefault(key.number, error)
+        self._stragglers.note_failure(key.number, error)
         for shard in self.shards:
             lost = [e for e in shard.exchanges.values() if e.held_back and e.key.number == key.number]
             for exchange in lost:

@@ -128,7 +128,7 @@ class Member:
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
         self.identity.check(news)
-        self.effects.complete_all(self.rounds.announced.add(news))
+        self.effects.complete_all(self.rounds.announced.told(news))
         if news.seats[0] == self.identity.member_id:  # one of them is to say it
             what = "group %r: %s", (self.identity.membership.group, news.reason)
             self.effects.add(Log(*what, bool(news.lost)))

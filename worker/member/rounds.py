@@ -62,6 +62,10 @@ class Rounds:
         """Note that bucket ``index`` was pushed."""
         self.pushed[index], self.weight = waiter, weight
 
+    def forget_pushes(self) -> None:
+        """Forget what was pushed: nothing of it goes to any other member."""
+        self.pushed.clear()
+
     def finish(self) -> None:
         """Go on to the next round."""
         self.pushed.clear()

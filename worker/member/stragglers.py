@@ -124,6 +124,10 @@ class Stragglers:
         """Note that something that this worker gives to round ``number`` does not count."""
         self.late = self._over = number
 
+    def note_failure(self, number: int, error: GradServerError) -> None:
+        """Note that round ``number`` failed, if that is not known."""
+        self.failures.setdefault(number, error)
+
     def begin_again(self, number: int, is_from: Callable[[Result], bool]) -> None:
         """Begin again in round ``number``, at the shard that a result ``is_from``.
 
