@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_lateness(parser.add_argument_group("stragglers and learners"))
     _add_silence(parser.add_argument_group("liveness"))
     _add_shards(parser.add_argument_group("data shards"))
-    _add_ledger_options(parser.add_argument_group("ledger and durability"))
+    _add_ledger_options(parser.add_argument_group("ledger and durability (--state-dir)"))
     parser.set_defaults(run=run)
 
 

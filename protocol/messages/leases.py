@@ -8,8 +8,8 @@ worker                                  coordinator
   Used + ranges ─────────────────────────► in a round: they are used up when it is over, and this worker counted in it
 
 ``name`` tells several kinds of data of one group apart. Payloads are those of `gradserver.protocol.ranges`. A Register
-or a Claim is answered, or fails with a Failure of scope DATA that has the name in its fields, when all rounds before
-``round`` are over. The same Claim a second time is given the same ranges.
+or a Claim is answered when all rounds before ``round`` are over. Or it fails then, with a Failure of scope DATA that
+has the name in its fields. The same Claim a second time is given the same ranges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recovery: members and a coordinator that has come back tell each other which results each holds, so none is lost.
 
-In a *durable* group (a Welcome says so) every member keeps what it gives until it has the result, and the result until
-no present member can lack it any more. A coordinator writes decisions, and no gradients. It may come back, or one
+In a *durable* group (a Welcome says so) every member keeps what it gives until it has the result. It keeps the result
+until no present member can lack it any more. A coordinator writes decisions, and no gradients. It may come back, or one
 member may come back on a new connection to a coordinator that lives. Then every member says what it holds. Results that
 some hold are passed on; the others are made again from the same contributions.
 
@@ -69,8 +69,8 @@ Guarantees
   it, its Held has none.
 - A call that has failed at a member gives a MembershipChangedError to those that lack it, if it gave one there, and
   else a ConnectionLostError. So it is called again by all members, or by none.
-- The first Push of an exchange behind a Standing says all that a first slice says (``operation``, and ``epoch`` where
-  the world size matters), whichever slice it is. A Push of several slices contains no settled one.
+- The first Push of an exchange behind a Standing says all that a first slice says, whichever slice it is:
+  ``operation``, and ``epoch`` where the world size matters. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.
 - The connections to all data shards are one: a member that loses one of them makes all anew, and says Attend to each
   shard behind Resumed, with its ``version`` for an epoch.

@@ -1,1 +1,1 @@
-"""The control half of the engine: groups, who is in them, and what they agreed on. `machine` is the way in."""
+"""The control half of the engine: groups, their members, and what these agreed on. `machine` is the way in."""

@@ -49,4 +49,4 @@ class Access(NamedTuple):
 
 
 OPEN = Access()
-"""All rights for everybody."""
+"""All rights for all peers."""

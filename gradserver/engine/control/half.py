@@ -123,7 +123,7 @@ class Control:
         restore.restore(self._registry, records, kept, now, effects)
 
     def stop(self, reason: str, effects: Effects) -> None:
-        """Tell everybody that the coordinator stops."""
+        """Tell all peers that the coordinator stops."""
         error = CoordinatorStoppedError(f"the coordinator was stopped ({reason})")
         journal.stopped(self.groups, error, effects)
         for connection in (*self._registry.places, *self.roster.shards):
@@ -221,7 +221,7 @@ class Control:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def awaited(self, name: str) -> set[int]:
-        """Connections of members whose plan others wait for, or for whose next round a learner waits."""
+        """Connections of members that others wait for: for a plan, or a learner for the end of a round."""
         group = self.groups.get(name)
         if group is None or not (group.plans.proposals or group.learners.by_seat):
             return set()

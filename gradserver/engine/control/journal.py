@@ -64,12 +64,12 @@ def planned(group: Group, plan: PlanTable, effects: Effects) -> None:
 
 
 def registered(group: Group, use: Use, effects: Effects) -> None:
-    """Somebody is the first to use certain data, or something of it was given back that no other record tells of."""
+    """Write the state of data, at their first use, or when samples came back that no other record tells of."""
     _write(group, use.state(group.name), effects)
 
 
 def claimed(group: Group, claim: Claim, effects: Effects) -> None:
-    """Positions are somebody's own."""
+    """Write that a member holds positions."""
     _write(group, claim, effects)
 
 

@@ -7,7 +7,7 @@ Register, Claim: rounds before it are over     Located, Claimed; what was handed
 … of other data than the others'               Failure, of scope DATA
 Used                                           noted
 a round is complete at all shards              it is over: what was used in it is committed, and written down
-… and Used of somebody who counted is on its   it is over when that has come, or its sender is gone
+… and Used of a member that counted is on its  it is over when that has come, or its sender is gone
   way, as it came by shards elsewhere
 a member departs                               what it held is for the others
 """

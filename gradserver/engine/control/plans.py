@@ -53,7 +53,7 @@ def propose(group: Group, seat: int, message: Propose, data: Buffer, now: float,
 def _plan_of(message: Propose, data: Buffer) -> Plan:
     plan = decode_plan(memoryview(data))
     if plan.hash != message.hash:
-        raise MalformedMessageError(f"a plan whose hash is {plan.hash}, announced as {message.hash[:64]}")
+        raise MalformedMessageError(f"a plan with the hash {plan.hash}, announced as {message.hash[:64]}")
     return plan
 
 
@@ -116,7 +116,7 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
 
 
 def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
-    """Tell those who differ from most (a tie goes to the lowest rank); the others' proposals stand."""
+    """Tell members that differ from most (a tie goes to the lowest rank); the others' proposals stand."""
     most = group.plans.proposals[reference]
     for rank, proposal in sorted(group.plans.proposals.items()):
         difference = first_difference(most.plan, proposal.plan)

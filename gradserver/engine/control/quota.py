@@ -36,7 +36,7 @@ REFILL_SECONDS: Final = 3600.0
 FREE_RANGES: Final = 32
 """Ranges of one seat that are not counted. A claim is one, and a few more where samples of the dead are among them."""
 ENDED_BUDGETS: Final = 4
-"""So many budgets groups may owe together that have ended, and whose names the operator has not given."""
+"""Budgets that ended groups may owe together, under names that the operator has not given."""
 _STEP: Final = 64
 """A budget is written down when it has changed by this part of it."""
 
@@ -110,7 +110,7 @@ class Quotas:
 
     Args:
         limit: bytes in the budget of one group; 0 for no limit.
-        named: the groups whose names the operator has given.
+        named: the groups with names that the operator has given.
 
     Attributes:
         now: the time of the present event, in seconds.

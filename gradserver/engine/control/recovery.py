@@ -1,4 +1,4 @@
-"""Recovery of a durable group: what control does while its members and shards find out who holds which results.
+"""Recovery of a durable group: control's part, while members and shards find out which of them hold which results.
 
 A recovery begins when a member comes back, or when another process has taken a lost shard's place. Each has a number of
 its own. When all shards have what members hold of the latest round, members that lack its end are told (`CaughtUp`,

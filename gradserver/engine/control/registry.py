@@ -22,15 +22,15 @@ class Registry:
     """All that control keeps, and what it was started with.
 
     Args:
-        worlds: of groups whose size the coordinator was told: that, or the policy of an elastic one. `OTHERS` stands
+        worlds: sizes of groups that the coordinator was told; of an elastic one the policy. `OTHERS` stands
             for all that are not named.
         credit: bytes that one worker may have in flight.
-        entropy: gives text that nobody can guess; without it no data shards are taken.
-        rate: of this process's link in Gbit/s; None if nobody said.
+        entropy: gives text that cannot be guessed; without it no data shards are taken.
+        rate: of this process's link in Gbit/s; None if unknown.
         digests: whether data halves hash what they sum.
-        incarnation: how often a coordinator has begun where this one writes its records; 0 if nobody keeps them.
+        incarnation: how often a coordinator has begun where this one writes its records; 0 without records.
         runs: whether the process that has a beacon is known to run.
-        access: which groups strangers may found, and whose data shards are taken.
+        access: which groups may be founded, and which data shards are taken.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
         nonfinite: what becomes of gradients that are not finite, in groups that are founded here.
         quota: bytes of the journal that members of one group may fill in an hour; 0 for no limit.
@@ -83,10 +83,10 @@ class Registry:
     def now(self, now: float) -> None:
         self.quotas.now = now
 
-    # ── who is where ──────────────────────────────────────────────────────────────────────────────────
+    # ── connections ───────────────────────────────────────────────────────────────────────────────────
 
     def group_of(self, connection: int) -> Group | None:
-        """The group that somebody has joined; None if there is none."""
+        """Return the group that a connection has joined; None if there is none."""
         return self.groups.get(self.places.get(connection, ""))
 
     def seat(self, connection: int) -> tuple[Group, int]:
@@ -97,7 +97,7 @@ class Registry:
         raise UnexpectedMessageError("this message is for members of a group: join first")
 
     def check_free(self, connection: int) -> None:
-        """UnexpectedMessageError if somebody has joined a group already, or is a data shard."""
+        """Raise UnexpectedMessageError if a connection has joined a group already, or is a data shard's."""
         if connection in self.places:
             raise UnexpectedMessageError(f"this connection already joined group {self.places[connection]!r}")
         if connection in self.roster.shards:

@@ -23,7 +23,7 @@ from gradserver.protocol.url import parse_url
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """One that has enlisted. ``rate`` in Gbit/s, None if nobody said. ``own``: the coordinator has started it."""
+    """Data shard that has enlisted. ``rate``: Gbit/s, None if unknown. ``own``: the coordinator has started it."""
 
     number: int
     url: str
@@ -35,9 +35,9 @@ class Roster:
     """Data shards that have enlisted, by connection.
 
     Args:
-        entropy: gives text that nobody can guess; without it no shards are taken.
-        rate: of the coordinator's own link, in Gbit/s; None if nobody said.
-        access: whose shards are taken.
+        entropy: gives text that cannot be guessed; without it no shards are taken.
+        rate: of the coordinator's own link, in Gbit/s; None if unknown.
+        access: which shards are taken.
     """
 
     def __init__(self, entropy: Callable[[], str] | None, rate: float | None, access: Access = OPEN) -> None:
@@ -91,7 +91,7 @@ class Roster:
         return sum(shard.own for shard in self.shards.values())
 
     def token(self) -> str:
-        """Text that nobody can guess, to show shards or to be a group's secret; empty if there is none."""
+        """Return text that cannot be guessed, to show shards or to be a group's secret; empty if there is none."""
         return "" if self._entropy is None else self._entropy()
 
     def snapshot(self) -> list[dict[str, object]]:

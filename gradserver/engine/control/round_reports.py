@@ -26,7 +26,7 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
         group.members.world, len(record.weights) if group.is_durable else 0
     )  # some may be known to members only
     if len(record.weights) >= group.members.founders:
-        record = _widened(record, world)  # somebody has got a seat since
+        record = _widened(record, world)  # a worker has got a seat since
     fits = (
         section is not None
         and len(record.weights) == len(record.arrivals) == world

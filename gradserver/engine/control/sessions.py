@@ -5,10 +5,10 @@ knows its groups from records (`gradserver.engine.control.restore`). The member 
 
     member    event                                     next      what happens
     ────────  ────────────────────────────────────────  ────────  ────────────────────────────────────────────────────
-    ATTACHED  its connection broke                      AWAY      it is still needed: nobody goes on without it …
+    ATTACHED  its connection broke                      AWAY      it is still needed: none goes on without it …
     AWAY      … for half of `dead_after`                gone      … and then it departs
-    AWAY      … as nobody is left                       AWAY      all have `reconnect` seconds
-    AWAY      … and somebody comes back                 AWAY      the others have `missing` seconds from then on
+    AWAY      … as no member is left                    AWAY      all have `reconnect` seconds
+    AWAY      … and a member comes back                 AWAY      the others have `missing` seconds from then on
     AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the round timeout
     AWAY      Resume                                    ATTACHED  Resumed
     ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
@@ -16,7 +16,7 @@ knows its groups from records (`gradserver.engine.control.restore`). The member 
     gone      Resume                                    gone      refused with LeftOutError
 
 `gradserver.engine.control.recovery` has what becomes of its group. In an elastic group that is not durable no member
-can come back; a member whose connection broke says Resume all the same, to hear whether the others go on.
+can come back; a member with a broken connection says Resume all the same, to hear whether the others go on.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def may_return(group: Group, seat: int) -> bool:
 
 
 def detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
-    """Keep the place of a member whose connection broke."""
+    """Keep the place of a member that has lost its connection."""
     del registry.places[group.members.by_seat[seat].connection]
     policy = group.policy
     group.members.connect(seat, -1)
-    all_break = group.shards and group.recovery.is_open  # a shard was lost: everybody makes new connections
+    all_break = group.shards and group.recovery.is_open  # a shard was lost: all members make new connections
     group.sessions.detach(seat, now + (policy.missing if all_break else policy.dead_after / 2))
     effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
     if group.is_deserted:
@@ -70,7 +70,7 @@ def overdue(registry: Registry, group: Group, effects: Effects) -> None:
 
 
 def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
-    """Return the seats of members that should be back by now. One whose process runs has the round timeout for that.
+    """Return the seats of members that should be back by now. One with a running process has the round timeout.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
     so by its beacon.

@@ -2,22 +2,22 @@
 
     event                                          what happens
     ─────────────────────────────────────────────  ──────────────────────────────────────────────────────────────
-    Opens, the first of a round                    those who follow are told which section it is: Opened
+    Opens, the first of a round                    members that follow are told which section it is: Opened
     Opens of the same section                      nothing
-    Opens of another section                       the group halts: OutOfStepError at everybody, which names both
-    Steps, the first with that index               those who follow are told which models are updated, or that the
+    Opens of another section                       the group halts: OutOfStepError at all, which names both
+    Steps, the first with that index               members that follow are told which models are updated, or that the
                                                    others are at the top of their loop: Opened
     Steps of the same models                       nothing
     Steps of others                                the group halts
     Follow, and an update is next                  Opened
     … the round is open                            Opened
     … neither                                      it waits for the next Steps or Opens
-    … and all others follow too                    Opened at everybody: the first section, of which nobody has any data
-    a member departs                               if all who are left follow, the same
-    the group is broken                            Opened at those who follow: what they push tells them why
+    … and all others follow too                    Opened at all: the first section, for which no member has data
+    a member departs                               if all that are left follow, the same
+    the group is broken                            Opened at all that follow: what they push tells them why
 
-Who follows is a worker that has run out of batches: it takes part without data in whatever the others exchange, and
-updates what they update. So does who has just joined, until they come to the top of their loop. A group with one
+A worker that has run out of batches follows: it takes part without data in each exchange of the others, and updates
+what they update. So does a worker that has just joined, until they come to the top of their loop. A group with one
 section has no use for all this, and says nothing of it.
 """
 
@@ -105,7 +105,7 @@ def broken(group: Group, effects: Effects) -> None:
 
 
 def _answer(group: Group, number: int, effects: Effects) -> None:
-    """Tell those who follow in round ``number`` what is next, if that is known."""
+    """Tell members that follow in round ``number`` what is next, if that is known."""
     turns = group.turns
     asked = {seat: follow.index for seat, follow in turns.following.items() if follow.round == number}
     turn = turns.rounds.get(number, Turn())

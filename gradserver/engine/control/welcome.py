@@ -17,7 +17,7 @@ def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int,
 def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:
     """``token`` is for data shards. A durable group has none but the coordinator: its tokens follow from its secret.
 
-    Of somebody who is not a member yet, seats, names and rank are what they are to be.
+    A worker that is not a member yet gets the seats, names and rank that are to be.
     """
     joins = seat not in group.members.by_seat
     present = sorted({*group.members.seats.present, seat})

@@ -66,7 +66,7 @@ class Plans:
         self.unconfirmed.clear()
 
     def reference(self) -> tuple[int, bool]:
-        """Return a member whose proposal most have made, of several the lowest, and whether all have made it."""
+        """Return a member with the proposal of most, of several the lowest, and whether all have made it."""
         votes = Counter((proposal.plan.hash, proposal.beside) for proposal in self.proposals.values())
         leading = max(votes.values())
         found = min(seat for seat, one in self.proposals.items() if votes[one.plan.hash, one.beside] == leading)

@@ -13,7 +13,7 @@ class Sessions:
     Attributes:
         secret: text from which the members' tokens follow; empty if the group is not durable.
         away: members without a connection, each with the time until which it is waited for.
-        busy: those of them that should be back and whose processes run, each with the time since when that is so.
+        busy: those of them that should be back, with processes that run; each with the time since when that is so.
     """
 
     secret: str = ""
@@ -50,7 +50,7 @@ class Sessions:
         return [seat for seat, until in self.away.items() if until <= now]
 
     def wait_for_busy(self, seat: int, since: float, until: float) -> bool:
-        """Wait on for a member whose process runs. True if this is the first time."""
+        """Wait on for a member with a running process. True if this is the first time."""
         is_new = seat not in self.busy
         self.busy[seat] = since
         self.away[seat] = until
