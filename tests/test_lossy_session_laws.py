@@ -60,6 +60,7 @@ def test_a_coordinator_with_files_owes_what_the_one_before_owed(
 
 @given(worlds, buckets, codecs, rounds, fuses, happenings, happenings, joins, many_rates, seeds)
 @example(2, [40], ["topk:0.3"], 3, [27], {}, {}, {}, (3.0, 0.5, 1.0), 5)  # the round is over before all shards go on
+@example(1, [1], ["int8"], 4, [48], {0: [0]}, {}, {0: [0], 2: [0]}, (1.0,), 0)  # the last member leaves to a learner
 @settings(max_examples=examples(20), deadline=None)
 def test_what_was_owed_is_kept_or_the_ledger_says_that_it_was_lost(
     world: int,

@@ -17,6 +17,7 @@ from gradserver.engine.records import (
     Closed,
     Cut,
     Durable,
+    Entered,
     Epoch,
     Group,
     Handling,
@@ -156,6 +157,12 @@ def test_what_is_over_is_not_taken_up_again(tmp_path: Path, last: Kind) -> None:
 
     assert found.control.groups == {}
     assert logs == []
+
+
+def test_a_learner_that_the_last_member_has_left_its_group_to_has_time_to_come_back(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, Entered("g", 0, ((2, "c"),)), Epoch("g", 2, 0, (), "'b' (rank 0) left"))
+    group = engine(tmp_path, Policy(1, 4))[0].control.groups["g"]
+    assert dict(group.sessions.away) == {2: group.policy.reconnect}
 
 
 def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tmp_path: Path) -> None:

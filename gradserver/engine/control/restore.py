@@ -104,7 +104,9 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
         group.members.admit(seat, occupant.name)
     what = group.members.promote(new, entered.round, registry.next_epoch())
     group.members.void_before(group.members.epoch)
-    group.sessions.detach_all(group.members.by_seat, max(group.sessions.away.values(), default=now))
+    group.sessions.detach_all(
+        group.members.by_seat, max(group.sessions.away.values(), default=now + group.policy.reconnect)
+    )
     journal.members(group, what, effects)
     group.members.recall(group.members.membership(what, False, group.early))
 
@@ -164,8 +166,8 @@ def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> Non
     """Note what members may not have heard of: memberships, and why the group is broken."""
     entered = _entered(group, found)
     for epoch in epochs:
-        seats, present = zip(*sorted(epoch.members), strict=True)
-        news = Membership(epoch.epoch, seats, present, epoch.reason, True, *_early(epoch, entered))
+        present = dict(sorted(epoch.members))  # none, if the last one has left the group to a learner
+        news = Membership(epoch.epoch, (*present,), (*present.values(),), epoch.reason, True, *_early(epoch, entered))
         group.members.recall(news)
     if (halt := found.latest(Halt)) is not None:
         group.be_broken(ERRORS.get(halt.error, GradServerError)(halt.reason))
