@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gradserver.engine.control.group import State
-from gradserver.engine.control.machine import ILLEGAL, ROWS, RULES, STATES, TIMERS, Transition
+from gradserver.engine.control.group.learners import Stage
+from gradserver.engine.control.group.stages import LIVING, ROWS as STEPS, Event
+from gradserver.engine.control.machine import ROWS, RULES, STATES, TIMERS, TRANSITIONS, Transition
+from gradserver.engine.control.reactions import Broke
+from gradserver.protocol.messages.recovery import Resume
 from tests.commands import ROOT
 
 PAGE: Final = ROOT / "docs" / "reference" / "group-states.md"
@@ -38,12 +42,69 @@ _ILLEGAL: Final = """## What cannot be
 
 An event that no state above has, and what its sender is told.
 """
+_LEARNERS: Final = """## Learners
+
+A learner is a worker that joins the running group and has a seat. Its stages are in a table of their own
+(`gradserver/engine/control/group/stages.py`). Nothing else changes a stage, and no stage changes a membership.
+"""
+_STEPS: Final = """What becomes of each event in each stage: the first row counts whose condition holds.
+
+If none holds, the learner is told UnexpectedMessageError. A learner that is told an error is evicted, but for an error
+about its plan.
+"""
+_NEVER_HEADING: Final = """What cannot be, and what the learner is told:
+"""
+
+ILLEGAL: Final[dict[tuple[State, type], str]] = {
+    **{
+        (State.FORMING, event): "Nobody is a member yet: UnexpectedMessageError, or the report is of a group before."
+        for state, event in TRANSITIONS
+        if state is State.ACTIVE and (State.FORMING, event) not in TRANSITIONS
+    },
+    (State.FORMING, Broke): "An applicant has no place to come back to: Lost.",
+    (State.FORMING, Resume): "The group is not durable yet: JoinRefusedError.",
+    (State.BROKEN, Resume): "The error that broke the group.",
+    (State.BROKEN, Broke): "Nobody comes back to a broken group: Lost.",
+}
+"""Pairs that cannot be, and what is said instead. A group that has ended is in no table: its name is free."""
+STAGES: Final = {
+    Stage.ADMITTED: "It has a seat, and shards hear of it.",
+    Stage.WELCOME: "It agrees on its plan.",
+    Stage.WAITING: "It waits for the end of a round, and for a donor.",
+    Stage.RECEIVING: "It gets the state. It listens meanwhile, or it is expected: the open round waits for it.",
+    Stage.READY: "It has the state, and has caught up with the others.",
+    Stage.ENTERED: "It contributes to a round as its first one.",
+    Stage.MEMBER: "It is a member.",
+    Stage.GONE: "It left, was lost or evicted. The round goes on without it.",
+}
+"""Meaning of each stage of a learner."""
+_UNEXPECTED: Final = "UnexpectedMessageError, as it {}."
+NEVER: Final = {
+    (stage, event): what
+    for event, legal, what in (
+        (Event.PROPOSE, (Stage.WELCOME,), _UNEXPECTED.format("is not welcome yet, or has all its plans")),
+        (Event.ENTER, LIVING[1:], _UNEXPECTED.format("is not welcome yet")),
+        (Event.STATE_FAILED, (), _UNEXPECTED.format("is no donor before it is a member")),
+        (Event.BEHIND, (Stage.RECEIVING,), "LeftOutError: it needs each result that it was sent."),
+        (Event.DONATED, (Stage.WAITING,), "It does not wait for a donor."),
+        (Event.HOPELESS, (Stage.WAITING,), "It does not wait for a donor."),
+        (Event.FAILED, LIVING[2:], "It has had no transfer yet."),
+        (Event.DONOR_LOST, (Stage.RECEIVING,), "It has no donor."),
+        (Event.BOUNDARY, (Stage.READY,), "It has not caught up, or contributes already."),
+        (Event.COUNTED, (Stage.ENTERED,), "It has contributed to no round."),
+        (Event.OUTDATED, LIVING[1:], "It has agreed to no plan."),
+        (Event.OVERDUE, LIVING[1:], "It waits for shards alone."),
+    )
+    for stage in LIVING
+    if stage not in legal
+}
+"""Pairs of the stage of a learner and an event that cannot be, and what is said instead."""
 
 
 def page() -> str:
     """Return the page."""
-    parts = (_OPENING, _states(), _TRANSITIONS, _transitions(), _RULES, _rules(), _TIMERS, _timers(), _ILLEGAL)
-    return "\n".join([*parts, _illegal()])
+    group = (_OPENING, _states(), _TRANSITIONS, _transitions(), _RULES, _rules(), _TIMERS, _timers(), _ILLEGAL)
+    return "\n".join([*group, _illegal(), _LEARNERS, _stages(), _STEPS, _steps(), _NEVER_HEADING, _never()])
 
 
 def _states() -> str:
@@ -73,6 +134,24 @@ def _illegal() -> str:
     return _table("state", "event", "instead", rows=found)
 
 
+def _stages() -> str:
+    return _table("stage", "meaning", rows=((stage.value, meaning) for stage, meaning in STAGES.items()))
+
+
+def _steps() -> str:
+    rows = ((_names(s.stages), s.event.value, s.when or "–", s.next, s.what) for s in STEPS)
+    found = ((*here, "–" if stage is None else stage.value, what) for *here, stage, what in rows)
+    return _table("stage", "event", "condition", "next", "what happens", rows=found)
+
+
+def _never() -> str:
+    alike: dict[tuple[str, str], list[Stage]] = {}
+    for (stage, event), what in NEVER.items():
+        alike.setdefault((event.value, what), []).append(stage)
+    found = ((_names(stages), event, what) for (event, what), stages in alike.items())
+    return _table("stage", "event", "instead", rows=found)
+
+
 def _table(*heading: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(_lines(heading, rows)) + "\n"
 
@@ -84,7 +163,7 @@ def _lines(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterato
         yield f"| {' | '.join(row)} |"
 
 
-def _names(states: Iterable[State]) -> str:
+def _names(states: Iterable[State | Stage]) -> str:
     return ", ".join(state.value for state in states) or "–"
 
 

@@ -6,16 +6,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.engine.control import machine
-from gradserver.engine.control.group import State
-from gradserver.engine.control.machine import ILLEGAL, TRANSITIONS
+from gradserver.engine.control.group import State, stages
+from gradserver.engine.control.group.learners import Stage
+from gradserver.engine.control.group.stages import Event
+from gradserver.engine.control.machine import TRANSITIONS
 from gradserver.engine.control.reactions import Broke, Lost, ShardEnlisted, ShardLost
 from gradserver.engine.reports import report as reports
 from gradserver.protocol.errors import JoinRefusedError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Join, Message
 from gradserver.protocol.messages.recovery import Resume
+from tests.commands import ROOT
 from tests.declarations import ALL_MESSAGES
 from tests.engine_harness import SEATS, Harness
-from tests.group_tables import PAGE, page
+from tests.group_tables import ILLEGAL, NEVER, PAGE, STAGES, page
+from tests.test_engine_rejoining import entered
 
 NOTICES = {Lost, Broke, ShardLost, ShardEnlisted}
 LIVING = [state for state in State if state is not State.ENDED]
@@ -50,6 +54,40 @@ def test_a_state_that_the_table_does_not_allow_is_found(monkeypatch: pytest.Monk
 
     with pytest.raises(AssertionError, match="FORMING to State.ACTIVE"):
         harness.join(SEATS, world=1)
+
+
+def test_each_event_of_a_learner_is_handled_or_named_illegal_in_each_stage() -> None:
+    handled = {(stage, row.event) for row in stages.ROWS for stage in row.stages}
+    assert list(STAGES) == list(Stage)
+    assert not handled & NEVER.keys()
+    assert handled | NEVER.keys() == {(stage, event) for stage in stages.LIVING for event in Event}
+
+
+def test_each_row_of_a_learner_can_apply() -> None:
+    certain = [(stage, row.event) for row in stages.ROWS if not row.when for stage in row.stages]
+    assert len({*certain}) == len(certain), "a later row would never apply"
+    for index, row in enumerate(stages.ROWS):
+        before = {(stage, one.event) for one in stages.ROWS[:index] if not one.when for stage in one.stages}
+        assert not before & {(stage, row.event) for stage in row.stages}, f"a row hides {row}"
+
+
+def test_nothing_but_the_table_changes_a_stage() -> None:
+    folder = ROOT / "gradserver" / "engine" / "control"
+    control = [(path.name, path.read_text("utf-8")) for path in folder.rglob("*.py")]
+
+    def places(text: str) -> list[str]:
+        return [name for name, source in control for _ in range(source.count(text))]
+
+    assert places(".stage = ") == ["learners.py"], "Learner.go_on_as sets it"
+    assert places(".go_on_as(") == ["stages.py"], "and the table alone calls that"
+
+
+def test_a_stage_that_contradicts_what_is_known_of_a_learner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row._replace(next=Stage.WAITING) if row.next is Stage.ENTERED else row for row in stages.ROWS]
+    monkeypatch.setattr(stages, "ROWS", rows)
+
+    with pytest.raises(AssertionError, match="contributes from round 2"):
+        entered()
 
 
 @given(st.sampled_from(OF_MEMBERS).flatmap(lambda kind: ALL_MESSAGES[kind]))

@@ -1,16 +1,9 @@
 """The course by which a worker comes into a group that trains already.
 
-    stage     event                                       next      what happens
-    ────────  ──────────────────────────────────────────  ────────  ───────────────────────────────────────────────
-    JOINING   `gradserver.worker.joiner.enter`                       JOINING   Enter: it waits for the end of a round
-    JOINING   RoundDone that names it                     JOINING   it takes the state, and installs it
-    JOINING   … and does not get it                       JOINING   Enter, again
-    JOINING   … while the next round waits for it         JOINING   … and says Ready
-    JOINING   Entered                                     ENTERED   `enter` returns: it trains
-    JOINING   it has the state, and the others go on      OBSERVING `enter` returns: it trains, and nothing of it counts
-    OBSERVING no result of the round that is next is here OBSERVING Ready
-    OBSERVING the round that Entered names begins         ENTERED
-    ENTERED   `finish_round`, with a new epoch            MEMBER    collectives, too
+A worker that is JOINING says Enter, and waits for a RoundDone that names it. Then it gets the state; if that does not
+come, it says Enter again. If the next round waits for it, it installs the state and says Ready: with Entered it has
+ENTERED. Otherwise it is OBSERVING: it trains, and nothing of it counts. It says Ready when no result of the next round
+is here, and has ENTERED when the round begins that Entered names. Behind that round it is a MEMBER, in a new epoch.
 
 While it is JOINING it can agree on a plan, which is compared with the group's at once, and nothing else. What it does
 when it has ENTERED counts as that of a member; collectives it takes part in from the end of its first round on.

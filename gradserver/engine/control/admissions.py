@@ -30,27 +30,27 @@ def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effec
 
 def can_admit(group: Group) -> bool:
     """Tell whether there is a seat for one of the applicants that wait for one."""
-    taken = {*group.members.by_seat, *group.learners.by_seat}
-    names, is_full = {group.members.seats.names[seat] for seat in taken}, len(taken) >= group.policy.maximum
-    wanted = [applicant.join.name for applicant in group.learners.queue]
-    return any(
-        namesake(name, group.members.seats.names, taken) >= 0 if name in names else not is_full for name in wanted
-    )
+    return any(_name_for(group, applicant.join.name) for applicant in group.learners.queue)
+
+
+def _name_for(group: Group, wanted: str) -> str:
+    """Return the name with which a worker called ``wanted`` may have a seat now; an empty one if there is none."""
+    taken, names = {*group.members.by_seat, *group.learners.by_seat}, group.members.seats.names
+    if wanted not in {names[seat] for seat in taken}:
+        return wanted if len(taken) < group.policy.maximum else ""
+    own = namesake(wanted, names, taken)  # it was called so when the group began, and is back
+    return names[own] if own >= 0 else ""
 
 
 def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> None:
     """Give free seats to the applicants that have waited longest."""
     for applicant in list(group.learners.queue):
-        taken = {*group.members.by_seat, *group.learners.by_seat}
-        names = {group.members.seats.names[seat] for seat in taken}
-        places = group.policy.maximum
-        name = applicant.join.name
-        own = namesake(name, group.members.seats.names, taken) if name in names else -1
-        if own >= 0:  # it was called so when the group began, and is back
-            applicant.join = replace(applicant.join, name=group.members.seats.names[own])
-        elif name in names or len(taken) >= places:
+        name, taken = _name_for(group, applicant.join.name), {*group.members.by_seat, *group.learners.by_seat}
+        if not name:
             continue
-        seat = seat_for(applicant.join, group.members.seats.names, taken, group.learners.vacant, places)
+        applicant.join = replace(applicant.join, name=name)
+        vacant, places = group.learners.vacant, group.policy.maximum
+        seat = seat_for(applicant.join, group.members.seats.names, taken, vacant, places)
         group.members.admit(seat, applicant.join.name)
         token = (group.token(seat) if group.is_durable else entropy()) if group.shards else ""
         learner = Learner(applicant.connection, applicant.join, token, applicant.since)
@@ -69,9 +69,7 @@ def _why_waits(group: Group, applicant: Applicant) -> str:
 
 def queue_deadline(group: Group) -> float | None:
     """Return when the patience of the first applicant ends that waits for a seat."""
-    if not group.learners.queue:
-        return None
-    return min(applicant.deadline for applicant in group.learners.queue)
+    return min((applicant.deadline for applicant in group.learners.queue), default=None)
 
 
 def queue_overdue(group: Group, now: float, effects: Effects) -> None:

@@ -57,12 +57,8 @@ def check_can_serve(group: Group, name: str) -> None:
 
 def lacks_donors(group: Group) -> bool:
     """Tell whether the group trains and none of its members can send its state."""
-    return (
-        bool(group.rounds.number)
-        and not group.learners.donors
-        and not group.sessions.away
-        and not group.recovery.is_open
-    )
+    may_come = group.learners.donors or group.sessions.away or group.recovery.is_open
+    return bool(group.rounds.number) and not may_come
 
 
 def no_donor(group: Group, name: str) -> UsageError:

@@ -1,33 +1,6 @@
-"""Learners in control: workers that join a running group.
+"""Learners in control: workers that join a running group, from the time when they have a seat.
 
-    stage      event                                     next       what happens
-    ─────────  ────────────────────────────────────────  ─────────  ──────────────────────────────────────────────────
-    (none)     Join, the group trains and has no donor   (none)     UsageError: its members cannot send their state
-    (none)     Join, all seats are taken, or its name    (queue)    it waits until one is free
-    (none)     Join                                      ADMITTED   a seat by its name; all shards hear of it
-    (queue)    a member departs                          ADMITTED   the same; else its patience ends: JoinTimeoutError
-    ADMITTED   all shards know                           WELCOME    Welcome
-    WELCOME    Propose, the group's plan                 WELCOME    Agreed; other plans: PlanMismatchError
-    WELCOME    Enter                                     WAITING
-    WAITING    a round is complete, a donor is free      RECEIVING  it listens from the next round on; RoundDone says
-                                                                    who sends it the state, to all
-    WAITING    … and it could not keep up, or says so    RECEIVING  the same, but shards expect it in the next round
-    WAITING    … and no member can be a donor any more   (none)     UsageError
-    WAITING    no round is over for too long             (none)     DeadlineError; READY: the same
-    RECEIVING  Ready, it is expected                     ENTERED    Entered: it contributes from that round on
-    RECEIVING  Ready, it listens                         READY      it has caught up with the others
-    RECEIVING  it has not read what it was sent          WAITING    it gets the state anew
-    READY      the same                                  (none)     LeftOutError
-    READY      a round is complete                       ENTERED    shards expect it in the next round; Entered
-    RECEIVING  its donor departs, or says StateFailed    WAITING    the round goes on without it; the next donor
-    RECEIVING  its donor departs, and it listens         RECEIVING  it may have all of the state: Ready or Enter follows
-    RECEIVING  Enter                                     WAITING    the same: it did not get the state
-    RECEIVING  it is expected, and the state comes late  (none)     DeadlineError: `Delivery` has the times
-    ENTERED    the round is complete                     (member)   a new epoch
-    any        it leaves, is lost or left out            (none)     the round goes on without it
-    any        the last member goes                      (none)     WorkerLostError: nobody has the state any more
-
-So nothing that happens to a learner, or to its donor, changes a membership or costs the others more than a wait.
+`gradserver.engine.control.group.stages` has the table of their stages. Here is what else their events come to.
 """
 
 from __future__ import annotations
@@ -36,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 from gradserver.engine.control import donations, journal
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.group.delivery import Delivery
 from gradserver.engine.control.group.group import MAX_REASON
-from gradserver.engine.control.group.learners import Learner, Stage
+from gradserver.engine.control.group.learners import Delivery, Learner, Stage
+from gradserver.engine.control.group.stages import Event, happens, row_of
 from gradserver.engine.control.welcome import tell_agreed, welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure, Seat
@@ -55,31 +28,28 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.messages import Enter, Entered, Failure, Ready, Scope, Serve, StateFailed, Transfer
 from gradserver.protocol.plan import Plan, first_difference
 
-# ── coming ────────────────────────────────────────────────────────────────────────────────────────────
+# ── what they say and are told ────────────────────────────────────────────────────────────────────────
 
 
 def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
-    """All shards know of it."""
+    """Welcome a learner that all shards know."""
     learner = group.learners.by_seat.get(seat)
-    if learner is None or not learner.welcome():
-        return
-    effects.send(learner.connection, welcome_to(group, seat, learner.token, credit, incarnation))
-
-
-# ── what they say ─────────────────────────────────────────────────────────────────────────────────────
+    if learner is not None and happens(learner, Event.KNOWN).next is not None:
+        effects.send(learner.connection, welcome_to(group, seat, learner.token, credit, incarnation))
 
 
 def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
-    """A learner has made its plan, in place of what it has proposed before or ``beside`` that."""
+    """Take the plan of a learner, in place of what it has proposed before or ``beside`` that."""
     learner = group.learners.by_seat[seat]
-    if learner.plan is not None or learner.stage is not Stage.WELCOME:
+    if row_of(learner, Event.PROPOSE) is None:
         raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
+    happens(learner, Event.PROPOSE)
     learner.propose(plan, beside, now)
     compare_plans(group, effects)
 
 
 def compare_plans(group: Group, effects: Effects) -> None:
-    """Tell those who have proposed a plan whether it is the group's, if it has one."""
+    """Tell learners that have proposed a plan whether it is the group's, if it has one."""
     for seat, learner in group.learners.by_seat.items():
         if learner.plan is None or group.plans.plan is None:
             continue
@@ -104,8 +74,8 @@ def compare_plans(group: Group, effects: Effects) -> None:
 
 def outdated(group: Group) -> list[Learner]:
     """Return learners that agreed to a plan which is not the group's any more."""
-    here = "" if group.plans.plan is None else group.plans.plan.hash
-    numbers = [] if group.plans.plan is None else [section.number for section in group.plans.plan.each]
+    plan = group.plans.plan
+    here, numbers = ("", []) if plan is None else (plan.hash, [section.number for section in plan.each])
     return [
         learner
         for learner in group.learners.by_seat.values()
@@ -117,32 +87,38 @@ def outdated(group: Group) -> list[Learner]:
 def evict_outdated(group: Group, effects: Effects) -> None:
     """Have learners join again that agreed to a plan which is not the group's any more."""
     error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
-    _evict_without_blame(outdated(group), error, effects)
+    _evict(outdated(group), Event.OUTDATED, error, effects)
 
 
 def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects) -> None:
     """Take what a member or a learner says of states."""
+    learner = group.learners.by_seat.get(seat)
     match message:
-        case Serve() if seat in group.members.by_seat:
+        case Serve() if learner is None:
             group.learners.add_donor(seat)
-        case Serve():
-            group.learners.by_seat[seat].serve()
-        case StateFailed(number, reason) if seat in group.members.by_seat:
+        case Serve() if learner is not None:
+            happens(learner, Event.SERVE)
+        case StateFailed(number, reason) if learner is None:
             group.learners.remove_donor(seat)
             effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
-            _excuse_all(group, lambda learner: learner.number == number and learner.donor == seat, effects)
-        case Enter(failed, waits) if (learner := group.learners.by_seat.get(seat)) is not None and learner.agreed:
+            for other in group.learners.by_seat.values():
+                if (other.number, other.donor) == (number, seat):
+                    _have_others_go_on(group, other, Event.FAILED, effects)
+        case Enter(failed, waits) if learner is not None and row_of(learner, Event.ENTER):
             donations.check_can_serve(group, learner.join.name)
             _check_sections(group, learner)
             if learner.number == failed:
                 group.learners.wait_in_vain(learner, now)
             donations.check_attempts(group, learner.join.name, now)
+            happens(learner, Event.ENTER)
             learner.wait(waits, now)
-            _excuse_all(group, lambda other: other is learner and other.number == failed, effects)
-        case Ready(number) if (learner := group.learners.by_seat.get(seat)) is not None:
-            if learner.stage is Stage.RECEIVING and learner.number == number:
-                group.learners.succeed(learner)
-                if not learner.listens:
+            if learner.number == failed:
+                _have_others_go_on(group, learner, Event.FAILED, effects)
+        case Ready(number) if learner is not None:
+            donor, row = learner.donor, happens(learner, Event.READY) if learner.number == number else None
+            if row is not None and row.next is not None:
+                group.learners.succeed(learner, donor)
+                if row.next is Stage.ENTERED:
                     enter(group, learner.round, effects)
         case _:
             raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, which is not due now")
@@ -158,12 +134,10 @@ def _check_sections(group: Group, learner: Learner) -> None:
         )
 
 
-def _excuse_all(group: Group, which: Callable[[Learner], bool], effects: Effects) -> None:
-    """Have learners that do not get the state now wait for the next donor, and nobody for them."""
-    for learner in group.learners.by_seat.values():
-        if learner.stage is Stage.RECEIVING and which(learner):
-            learner.excuse()
-            group.configure(effects)
+def _have_others_go_on(group: Group, learner: Learner, event: Event, effects: Effects) -> None:
+    """Have the others go on without a learner that has to wait for the next donor, because of ``event``."""
+    if happens(learner, event).next is not None:
+        group.configure(effects)
 
 
 # ── boundaries ────────────────────────────────────────────────────────────────────────────────────────
@@ -176,14 +150,15 @@ def caught_up(group: Group) -> list[int]:
 
 def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """Have learners contribute to the next round that have caught up, and others get the state."""
-    policy = group.policy
     for seat in caught_up(group):
+        happens(group.learners.by_seat[seat], Event.BOUNDARY)
         group.learners.by_seat[seat].contribute(record.round + 1)
     given, few = donations.due(group, now), group.lacks_workers
     listens = {seat: donations.listens(group, seat) for seat in given}
     for seat, donor in given.items():
         learner = group.learners.by_seat[seat]
-        delivery = None if listens[seat] else Delivery(policy.state_seconds, policy.state_rate, few)
+        delivery = None if listens[seat] else Delivery(group.policy.state_seconds, group.policy.state_rate, few)
+        happens(learner, Event.DONATED)
         learner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
     group.configure(effects)
 
@@ -191,28 +166,28 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     """Return the transfers of the state at the boundary before round ``number``."""
     return tuple(
-        learner.transfer(seat)
+        Transfer(learner.number, learner.donor, seat, not learner.listens)
         for seat, learner in group.learners.by_seat.items()
         if learner.stage is Stage.RECEIVING and learner.round == number
     )
 
 
 def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
-    """Members are told to send their states: from now on the others wait for whom ``told`` says so of."""
+    """Wait from now on for learners of which ``told`` says so: members are told to send their states."""
     for transfer in told:
         delivery = group.learners.by_seat[transfer.learner].delivery
-        who, donor = group.call(transfer.learner), group.call(transfer.donor)
+        called, donor = group.call(transfer.learner), group.call(transfer.donor)
         if delivery is None:
-            what = f"{donor} sends its state to {who}, and no member waits for that"
+            what = f"{donor} sends its state to {called}, and no member waits for that"
         else:
             delivery.begin(now)
             most = "" if delivery.endless else f", {delivery.seconds:g} s at most"
-            what = f"round {group.rounds.number} waits for {who}, to which {donor} sends its state{most}"
+            what = f"round {group.rounds.number} waits for {called}, to which {donor} sends its state{most}"
         effects.log(f"group {group.name!r}: {what}")
 
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
-    """So much of its state has come to a learner."""
+    """Give a learner more time to which so much of its state has come."""
     learner = group.learners.by_seat.get(report.rank)
     if learner is None or learner.delivery is None:
         return
@@ -222,16 +197,14 @@ def state_comes(group: Group, report: StateComes, now: float) -> None:
 
 def awaits_state(group: Group, seats: Iterable[int]) -> bool:
     """Tell whether one of ``seats`` is waited for while it gets the state: that is not being late."""
-    return any(
-        seat in group.learners.by_seat and group.learners.by_seat[seat].stage is Stage.RECEIVING for seat in seats
-    )
+    here = group.learners.by_seat
+    return any(seat in here and here[seat].stage is Stage.RECEIVING for seat in seats)
 
 
 def contributors(group: Group, number: int) -> dict[int, Learner]:
     """Return learners that contribute to round ``number``, by seat."""
-    return {
-        seat: learner for seat, learner in group.learners.by_seat.items() if learner.entered and learner.round <= number
-    }
+    here = group.learners.by_seat.items()
+    return {seat: learner for seat, learner in here if learner.entered and learner.round <= number}
 
 
 def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> None:
@@ -239,7 +212,8 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
     entered = contributors(group, number)
     if not entered:
         return
-    for seat in entered:
+    for seat, learner in entered.items():
+        happens(learner, Event.COUNTED)
         group.learners.promote(seat)
     seats = {seat: Seat(learner.connection, learner.join.name) for seat, learner in entered.items()}
     what = group.members.promote(seats, number, epoch())
@@ -250,9 +224,8 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
 
 def enter(group: Group, number: int, effects: Effects) -> None:
     """Tell learners that have caught up that they contribute to round ``number``; it is written down first."""
-    told = [
-        j for j in group.learners.by_seat.values() if j.stage is Stage.ENTERED and j.round == number and not j.entered
-    ]
+    here = [learner for learner in group.learners.by_seat.values() if learner.stage is Stage.ENTERED]
+    told = [learner for learner in here if learner.round == number and not learner.entered]
     for learner in told:
         learner.enter()
         effects.send(learner.connection, Entered(number))
@@ -263,36 +236,33 @@ def enter(group: Group, number: int, effects: Effects) -> None:
 def fell_behind(group: Group, seat: int, effects: Effects) -> bool:
     """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
     learner = group.learners.by_seat[seat]
-    if learner.stage is not Stage.RECEIVING:
+    if row_of(learner, Event.BEHIND) is None:
         return False
-    learner.fall_behind()
-    _excuse_all(group, lambda other: other is learner, effects)
+    _have_others_go_on(group, learner, Event.BEHIND, effects)
     return True
 
 
 def evict_hopeless(group: Group, effects: Effects) -> None:
     """Tell learners that no member can send them the state."""
     for learner in donations.hopeless(group):
-        _evict_without_blame([learner], donations.no_donor(group, learner.join.name), effects)
+        _evict([learner], Event.HOPELESS, donations.no_donor(group, learner.join.name), effects)
 
 
 # ── going ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lost_donor(group: Group, seat: int, effects: Effects) -> None:
-    """Have learners that were to get the state of a lost member get that of another one.
-
-    A learner that listens may have all of the state by now, and train with it. It says so, or that it lacks some: the
-    others do not wait for it meanwhile. One that has yet to be told of its donor gets another one at once.
-    """
+    """Have learners get the state of another member than a lost one, if they cannot have all of it by now."""
     told = group.rounds.number if group.rounds.held is None else group.rounds.held.round
-    group.learners.lose_donor(seat, group.members.epoch, told)
-    _excuse_all(group, lambda learner: learner.donor == seat, effects)
+    for learner in group.learners.lose_donor(seat, group.members.epoch):
+        event = Event.DONOR_LOST if learner.round <= told else Event.FAILED
+        _have_others_go_on(group, learner, event, effects)
 
 
 def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
     """Take note that a learner is gone. Only its donor hears of it."""
     group.learners.wait_in_vain(group.learners.by_seat[seat], now)
+    happens(group.learners.by_seat[seat], Event.GONE)
     error = group.members.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
     if group.learners.lose(seat, group.members.epoch).entered:
         journal.entered(group, effects)
@@ -309,30 +279,23 @@ def bereft(group: Group) -> WorkerLostError:
 
 
 def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
-    """Have learners join again that cannot go on, as all that is open is void: a member has come back.
-
-    That is ``all_of_them`` if a data shard is lost, to which they were connected.
-    """
+    """Have learners join again that cannot go on in a recovery: ``all_of_them``, if they have lost a data shard."""
     error = LeftOutError(
         f"group {group.name!r} recovers, as a member or a data shard was lost or has come back: "
         f"workers that were about to join have to join again"
     )
-    everybody = group.learners.by_seat.values()
-    here = everybody if all_of_them else [j for j in group.learners.hearing if j.stage is not Stage.WAITING]
-    _evict_without_blame([learner for learner in here if not learner.entered], error, effects)
+    _evict(group.learners.by_seat.values(), Event.CUT_OFF if all_of_them else Event.VOID, error, effects)
 
 
-def _evict_without_blame(learners: Iterable[Learner], error: GradServerError, effects: Effects) -> None:
-    """Evict learners, and not because the others have waited for them in vain."""
+def _evict(learners: Iterable[Learner], event: Event, error: GradServerError, effects: Effects) -> None:
+    """Evict learners, if the table says that the event comes to that."""
     for learner in learners:
-        learner.await_nobody()
-        effects.evict(learner.connection, error)
+        if happens(learner, event).evicts:
+            effects.evict(learner.connection, error)
 
 
 def deadline(group: Group) -> float | None:
     """Return when the patience of the first learner ends, or that of the others with it."""
-    if not group.learners.by_seat:
-        return None
     found = [learner.deadline for learner in group.learners.by_seat.values()]
     return min((at for at in found if at is not None), default=None)
 
@@ -340,32 +303,19 @@ def deadline(group: Group) -> float | None:
 def overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell learners that have run out of patience, or with which the others have."""
     for seat, learner in group.learners.by_seat.items():
-        if learner.deadline is None or learner.deadline > now:
-            continue
-        if learner.delivery is not None:
-            effects.evict(learner.connection, _too_slow(group, seat, learner.delivery, now))
-        else:
-            what = (
-                f"to agree on a plan ({group.calls(group.members.by_seat)})"
-                if learner.plan is not None
-                else (f"to end round {group.rounds.number}, so that it can join ({group.calls(group.members.by_seat)})")
-            )
-            error = DeadlineError(
-                f"{learner.join.name!r} waited {learner.join.timeout:g} s for the members of group {group.name!r} "
-                f"{what}",
-                missing=tuple(group.call(seat) for seat in group.members.by_seat),
-                round=group.rounds.number,
-            )
-            effects.evict(learner.connection, error)
+        if learner.deadline is not None and learner.deadline <= now:
+            _evict([learner], Event.OVERDUE, _too_late(group, seat, learner, now), effects)
 
 
-def _too_slow(group: Group, seat: int, delivery: Delivery, now: float) -> DeadlineError:
-    """Return what a learner is told when its state has not come in time."""
-    waited = now - delivery.began
-    why = delivery.why(now, group.call(group.learners.by_seat[seat].donor))
-    return DeadlineError(
-        f"group {group.name!r} waited {waited:.1f} s in round {group.rounds.number} for {group.call(seat)}, and goes "
-        f"on without it: {why}",
-        missing=(group.call(seat),),
-        round=group.rounds.number,
-    )
+def _too_late(group: Group, seat: int, learner: Learner, now: float) -> DeadlineError:
+    """Return what a learner is told that has waited for the others for too long, or that they have waited for."""
+    number, missing = group.rounds.number, [*group.members.by_seat]
+    if (delivery := learner.delivery) is not None:
+        text = f"group {group.name!r} waited {now - delivery.began:.1f} s in round {number} for {group.call(seat)}"
+        text += f", and goes on without it: {delivery.why(now, group.call(learner.donor))}"
+        missing = [seat]
+    else:
+        what = "agree on a plan" if learner.plan is not None else f"end round {number}, so that it can join"
+        text = f"{learner.join.name!r} waited {learner.join.timeout:g} s for the members of group {group.name!r} to "
+        text += f"{what} ({group.calls(missing)})"
+    return DeadlineError(text, missing=tuple(group.call(seat) for seat in missing), round=number)

@@ -110,19 +110,6 @@ ROWS: Final = (
 TRANSITIONS: Final = {(state, event): row for row in ROWS for state in row.states for event in row.events}
 """Row of each state and type of event."""
 
-ILLEGAL: Final[dict[tuple[State, type], str]] = {
-    **{
-        (FORMING, event): "Nobody is a member yet: UnexpectedMessageError, or the report is of a group before."
-        for state, event in TRANSITIONS
-        if state is ACTIVE and (FORMING, event) not in TRANSITIONS
-    },
-    (FORMING, Broke): "An applicant has no place to come back to: Lost.",
-    (FORMING, Resume): "The group is not durable yet: JoinRefusedError.",
-    (BROKEN, Resume): "The error that broke the group.",
-    (BROKEN, Broke): "Nobody comes back to a broken group: Lost.",
-}
-"""Pairs that cannot be, and what is said instead. A group that has ended is in no table: its name is free."""
-
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────────
 

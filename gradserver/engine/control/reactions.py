@@ -40,22 +40,8 @@ from gradserver.engine.reports import (
     StateComes,
 )
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import (
-    ConnectionLostError,
-    GradServerError,
-)
-from gradserver.protocol.messages import (
-    Enter,
-    Follow,
-    Join,
-    Message,
-    Opens,
-    Propose,
-    Ready,
-    Serve,
-    StateFailed,
-    Steps,
-)
+from gradserver.protocol.errors import ConnectionLostError, GradServerError
+from gradserver.protocol.messages import Enter, Follow, Join, Message, Opens, Propose, Ready, Serve, StateFailed, Steps
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
 

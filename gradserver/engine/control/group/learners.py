@@ -9,10 +9,15 @@ from enum import Enum
 from typing import Final
 
 from gradserver.engine.control.group.applicants import Applicant
-from gradserver.engine.control.group.delivery import Delivery
 from gradserver.engine.order_fields import Newcomer, Seat
-from gradserver.protocol.limits import STATE_REST_SECONDS
-from gradserver.protocol.messages import Join, Transfer
+from gradserver.protocol.limits import (
+    MIB,
+    STATE_ASK_SECONDS,
+    STATE_INSTALLED_A_SECOND,
+    STATE_REST_SECONDS,
+    STATE_STALL_SECONDS,
+)
+from gradserver.protocol.messages import Join
 from gradserver.protocol.plan import Plan
 
 _REST: Final = 9.0
@@ -20,7 +25,7 @@ _REST: Final = 9.0
 
 
 class Stage(Enum):
-    """Stage of a learner; the table is in `gradserver.engine.control.learners`."""
+    """Stage of a learner; `gradserver.engine.control.group.stages` has the table."""
 
     ADMITTED = "admitted"
     WELCOME = "welcome"
@@ -28,6 +33,69 @@ class Stage(Enum):
     RECEIVING = "receiving"
     READY = "ready"
     ENTERED = "entered"
+    MEMBER = "member"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The state's way to a learner that others wait for. What buys time are bytes that have come, and nothing else.
+
+    Attributes:
+        began: when members were told of it.
+        seconds: how long it may take.
+        rate: bytes that must come in a second.
+        asked: whether the learner has asked for it.
+        received: bytes that have come.
+        endless: whether it may take longer, since there are too few to train without the learner.
+    """
+
+    seconds: float
+    rate: float
+    endless: bool
+    began: float = math.inf
+    asked: bool = False
+    received: int = 0
+    _since: float = 0.0
+    """Last time at which as many bytes had come as were due."""
+    _then: int = 0
+    """Bytes that had come then."""
+
+    def begin(self, now: float) -> None:
+        """Note that members were told of it."""
+        self.began = now
+
+    def comes(self, nbytes: int, now: float) -> None:
+        """Note that the learner has asked for the state, or that so many more bytes of it have come."""
+        self.asked = True
+        if nbytes and not self.received:
+            self._since = now
+        self.received += nbytes
+        if self.received - self._then >= self.rate * (now - self._since):
+            self._since, self._then = now, self.received
+
+    @property
+    def deadline(self) -> float:
+        """Time until which the others wait, if nothing more comes."""
+        if not self.asked:
+            until = self.began + STATE_ASK_SECONDS
+        elif not self.received:
+            until = self.began + self.seconds / 8
+        else:
+            until = self._since + STATE_STALL_SECONDS + (self.received - self._then) / self.rate
+            until += self.received / STATE_INSTALLED_A_SECOND
+        return until if self.endless else min(until, self.began + self.seconds)
+
+    def why(self, now: float, donor: str) -> str:
+        """Say why the others wait no longer."""
+        if not self.asked:
+            return f"it did not ask for the state that {donor} was to send it"
+        much = f"{self.received:,} bytes of the state of {donor} had come"
+        if now >= self.began + self.seconds and not self.endless:
+            return f"{much}, and the others wait {self.seconds:g} s at most (--state-timeout)"
+        if not self.received:
+            return f"{much}, and the others wait {self.seconds / 8:g} s for the first (an eighth of --state-timeout)"
+        return f"{much}, too few for the {self.rate / MIB:g} MiB a second that must come (--state-rate)"
 
 
 @dataclass(slots=True)
@@ -67,14 +135,9 @@ class Learner:
     entered: bool = False
     delivery: Delivery | None = None
 
-    # ── stages ────────────────────────────────────────────────────────────────────────────────────────
-
-    def welcome(self) -> bool:
-        """Go on as all shards know of it. False if it was welcome before."""
-        if self.stage is not Stage.ADMITTED:
-            return False
-        self.stage = Stage.WELCOME
-        return True
+    def go_on_as(self, stage: Stage) -> None:
+        """Go to a stage: `gradserver.engine.control.group.stages.happens` alone says so."""
+        self.stage = stage
 
     def propose(self, plan: Plan, beside: bool, now: float) -> None:
         """Take its plan, in place of what it has proposed before or ``beside`` that."""
@@ -96,8 +159,6 @@ class Learner:
         """Wait for a donor. If it ``waits``, the others are to wait for it as well."""
         self.since = now
         self.waits |= waits
-        if self.stage is Stage.WELCOME:
-            self.stage = Stage.WAITING
 
     def serve(self) -> None:
         """Note that it can send its state when it is a member."""
@@ -109,39 +170,30 @@ class Learner:
 
     def receive(self, donor: int, number: int, first: int, delivery: Delivery | None) -> None:
         """Get the state from ``donor``, in a transfer. With a ``delivery`` the others wait for it, else it listens."""
-        self.stage, self.donor, self.number = Stage.RECEIVING, donor, number
-        self.round, self.listens, self.delivery = first, delivery is None, delivery
+        self.donor, self.number, self.round = donor, number, first
+        self.listens, self.delivery = delivery is None, delivery
 
     def fall_behind(self) -> None:
         """Have the others wait the next time, as it could not read what it was sent."""
         self.waits = True
+        self.excuse()
 
-    def lose_donor(self) -> None:
-        """Go on with as much of the state as has come."""
-        self.donor = -1
+    def end_transfer(self) -> None:
+        """Go on with what has come of the state, and have no member wait for more."""
+        self.donor, self.delivery = -1, None
 
     def excuse(self) -> None:
-        """Wait for the next donor, and have nobody wait for it."""
-        self.stage, self.donor, self.round, self.delivery = Stage.WAITING, -1, -1, None
-
-    def be_ready(self) -> None:
-        """Note that it has the state."""
-        self.donor, self.delivery = -1, None
-        self.stage = Stage.READY if self.listens else Stage.ENTERED
+        """Wait for the next donor, and have no member wait for it."""
+        self.end_transfer()
+        self.round = -1
 
     def contribute(self, first: int) -> None:
         """Contribute from round ``first`` on."""
-        self.stage, self.round = Stage.ENTERED, first
+        self.round = first
 
     def enter(self) -> None:
         """Note that it was told that it contributes."""
         self.entered = True
-
-    def await_nobody(self) -> None:
-        """Have the others not wait for it, so that it is not to blame."""
-        self.delivery = None
-
-    # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def deadline(self) -> float | None:
@@ -156,23 +208,24 @@ class Learner:
         """True if it contributes to the next round, or the others wait for that."""
         return self.stage is Stage.ENTERED or (self.stage is Stage.RECEIVING and not self.listens)
 
-    @property
-    def hears_boundaries(self) -> bool:
-        """True if it is told of each boundary."""
-        return self.stage not in (Stage.ADMITTED, Stage.WELCOME)
-
     def configured(self, seat: int) -> Newcomer:
         """Return it as data shards are told of it."""
         occupant = Seat(self.connection, self.join.name)
-        if self.stage is Stage.ENTERED or (self.stage is Stage.RECEIVING and not self.listens):
+        if self.is_coming:
             return Newcomer(seat, occupant, self.token, first=self.round, transfer=self.number)
         if self.stage in (Stage.RECEIVING, Stage.READY):
             return Newcomer(seat, occupant, self.token, listens=self.round, transfer=self.number)
         return Newcomer(seat, occupant, self.token)
 
-    def transfer(self, seat: int) -> Transfer:
-        """Return the transfer in which it gets the state."""
-        return Transfer(self.number, self.donor, seat, not self.listens)
+    def validate(self) -> None:
+        """Raise AssertionError if its stage is not that of its other fields."""
+        receives = self.stage is Stage.RECEIVING
+        assert (receives or self.stage in (Stage.READY, Stage.ENTERED)) == (self.round >= 0), (
+            f"{self} contributes from round {self.round} on"
+        )
+        assert receives or (self.donor < 0 and self.delivery is None), f"{self} has a donor"
+        assert not receives or self.listens == (self.delivery is None), f"{self} both listens and is expected"
+        assert self.stage is Stage.ENTERED or not self.entered, f"{self} was told that it has entered"
 
     def describe(self, rank: int) -> dict[str, object]:
         """Return it as plain JSON values."""
@@ -207,7 +260,7 @@ class Learners:
     @property
     def hearing(self) -> list[Learner]:
         """Learners that hear of each boundary, with which their patience begins anew."""
-        return [learner for learner in self.by_seat.values() if learner.hears_boundaries]
+        return [learner for learner in self.by_seat.values() if learner.stage not in (Stage.ADMITTED, Stage.WELCOME)]
 
     def wait(self, applicant: Applicant) -> None:
         """Have an applicant wait for a seat."""
@@ -241,10 +294,9 @@ class Learners:
         if donor in self.donors:
             self.donors[donor] += 1
 
-    def succeed(self, learner: Learner) -> None:
-        """Note that a learner has got the state."""
-        self.count_donation(learner.donor)
-        learner.be_ready()
+    def succeed(self, learner: Learner, donor: int) -> None:
+        """Note that a learner has got the state of ``donor``."""
+        self.count_donation(donor)
         self.in_vain.pop(learner.join.name, None)
 
     def promote(self, seat: int) -> None:
@@ -258,13 +310,11 @@ class Learners:
         self.vacant[seat] = epoch
         return self.by_seat.pop(seat)
 
-    def lose_donor(self, seat: int, epoch: int, told: int) -> None:
-        """Note that a member is gone. Learners that listen since round ``told`` may have all of its state by now."""
+    def lose_donor(self, seat: int, epoch: int) -> list[Learner]:
+        """Note that a member is gone. Return learners that were to get its state."""
         self.donors.pop(seat, None)
         self.vacant[seat] = epoch
-        for learner in self.by_seat.values():
-            if learner.donor == seat and learner.listens and learner.round <= told:
-                learner.lose_donor()
+        return [learner for learner in self.by_seat.values() if learner.donor == seat]
 
     def wait_in_vain(self, learner: Learner, now: float) -> None:
         """Have the others wait for no learner for a while, if they have waited for this one."""
