@@ -235,9 +235,16 @@ def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServ
         assert worker.name == "the first"
 
 
-def test_rank_out_of_range_of_the_group_is_refused(server: TcpServer) -> None:
+def test_rank_out_of_range_of_the_group_is_refused(server: TcpServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "gradserver")
     with pytest.raises(InvalidRankError, match="'late' wants rank 2, but the ranks of group 'told' are 0 to 1"):
         connect(server.url, 2, group="told", name="late")
+
+    def levels() -> list[int]:
+        return [record.levelno for record in caplog.records if "refused" in record.getMessage()]
+
+    wait_until(lambda: len(levels()) == 2, "the Join is refused, and the Ping that follows it")
+    assert levels() == [logging.WARNING, logging.DEBUG], "the log of a coordinator tells a refusal once"
 
 
 def test_world_sizes_that_disagree_are_refused(server: TcpServer) -> None:

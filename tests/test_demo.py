@@ -719,6 +719,12 @@ def test_live_lines_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert written == ["\x1b[2mworking\x1b[0m\r\x1b[2K\x1b[1mdone\x1b[0m\n", "done\n"]
 
 
+def test_facts_wrap_before_the_end_of_a_line_of_80_columns() -> None:
+    stream = Terminal(terminal=False)
+    Screen(stream).facts(("files", "word " * 20), ("", ""))
+    assert stream.getvalue() == f"  files     {'word ' * 12}word\n{' ' * 12}{'word ' * 6}word\n\n"
+
+
 def test_bars_have_a_width_and_an_ascii_form() -> None:
     modern, old = (Screen(Terminal(terminal=False, encoding=name)) for name in ("utf-8", "ascii"))
     assert (modern.bar(0.5, 4), modern.bar(0.53, 4), modern.bar(2, 4)) == ("██  ", "██▏ ", "████")

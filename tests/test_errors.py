@@ -168,3 +168,9 @@ def test_a_failure_always_fits_into_a_header(text: str, name: str, items: int) -
 
     assert type(arrived) is DeadlineError
     assert arrived.message == text.encode(errors="replace").decode()[:MAX_TEXT]
+
+
+def test_what_ended_a_script_is_told_in_words() -> None:
+    assert errors.raised(ValueError("no data left")) == "it raised ValueError: no data left"
+    assert errors.raised(KeyError()) == "it raised KeyError"
+    assert errors.raised(KeyboardInterrupt()) == "it was interrupted (Ctrl-C)"

@@ -95,7 +95,8 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
         welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
         effects.send(seat.connection, welcome)
     count, shards = len(group.members.by_seat), f", {len(order.rates)} data shards" if order.rates else ""
-    effects.log(f"group {group.name!r}: complete with {count} workers, epoch {group.members.epoch}{shards}")
+    workers = "1 worker" if count == 1 else f"{count} workers"
+    effects.log(f"group {group.name!r}: complete with {workers}, epoch {group.members.epoch}{shards}")
     effects.order(order)
 
 
