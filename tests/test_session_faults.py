@@ -20,13 +20,15 @@ from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.events import Event
 from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import Lateness, Policy
-from gradserver.engine.records import Boundary, Entered, Epoch, Round
+from gradserver.engine.records import Boundary, Entered, Epoch, Reset, Round
 from gradserver.engine.shard import ShardEngine
+from gradserver.lossy import Owed
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Op, Stream
 from gradserver.protocol.messages import Membership, Result, RoundDone
 from gradserver.protocol.messages.recovery import Resumed, Standing
 from gradserver.worker.boundaries import Boundaries
+from gradserver.worker.coder import Coder
 from gradserver.worker.joiner import _Incoming
 from gradserver.worker.member import inventory, sendqueue
 from gradserver.worker.member.announced import Announced
@@ -37,6 +39,7 @@ from gradserver.worker.member.recovery import Recovery
 from gradserver.worker.member.retained import Retained
 from gradserver.worker.member.sendqueue import ShardTraffic
 from tests import fibers
+from tests.lossy_session_group import LossyGroup
 from tests.session_group import Act, Group, LateGroup
 from tests.session_scripts import check, script, script_of_parts
 from tests.session_world import real_code
@@ -232,6 +235,23 @@ def _given_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CarryOver, "add_to", wrong)
 
 
+def _encoded_again(patch: pytest.MonkeyPatch) -> None:
+    """Encode what is sent once more, so that it takes along what it had left itself."""
+    right = Coder.encode
+
+    def wrong(self: Coder, index: int) -> Any:
+        self._rooms.pop(index, None)
+        return right(self, index)
+
+    patch.setattr(Coder, "encode", wrong)
+
+
+def _owed_twice(patch: pytest.MonkeyPatch) -> None:
+    """Take twice what the round before has left."""
+    right = Owed.carry
+    patch.setattr(Owed, "carry", lambda self, elements: np.multiply(left := right(self, elements), 2, out=left))
+
+
 FAULTS: dict[str, Plant] = {
     "what a worker gives too late counts again and again": _given_twice,
     "one bit of a mean is another": sums(lambda command: command, _flip),
@@ -267,6 +287,10 @@ FAULTS: dict[str, Plant] = {
     "a member says how long frames are that it lacks": method(inventory, "Op", SimpleNamespace(FRAMED=None)),
     "a part of a collective is over though others are open": method(Recovery, "_take_back", lambda _: None),
     "what is given again goes behind later collectives": method(sendqueue, "_order", lambda _: 0),
+    "what a lossy codec keeps back is in what is sent again": _encoded_again,
+    "what a lossy codec keeps back counts twice": _owed_twice,
+    "nobody hears that what was kept back is lost": records(lambda _: None, Reset),
+    "what a void result has kept back counts": method(Owed, "keep", lambda *_: None),
 }
 
 
@@ -296,12 +320,26 @@ def _at_once(seed: int) -> Group:
     return Group(3, [[9]], [Act("several", 9), Act("several", 20), Act()], seed, (1.0, 1.0), fuses)
 
 
+def _lossy(seed: int) -> Group:
+    """Make a group with lossy wires, and lose its coordinator, connections and a member."""
+    chance = random.Random(seed)
+    rates, fuses = chance.choice(((1.0,), (1.0, 1.0))), [chance.randint(20, 60)] * chance.randint(0, 1)
+    group = LossyGroup(2, [20, 12], ["int8", "bf16"], 5, seed, rates, fuses)
+    for what in (group.break_line, group.break_line, group.kill)[: chance.randint(0, 3)]:
+        group.world.at[chance.randint(10, 100)].append(partial(what, chance.randint(0, 1)))
+    return group
+
+
 SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
     "what a worker gives too late counts again and again": _late,
     "a data shard does not know the membership": _replaced_twice,
     "a member says how long frames are that it lacks": _gathers,
     "a part of a collective is over though others are open": script_of_parts,
     "what is given again goes behind later collectives": _at_once,
+    "what a lossy codec keeps back is in what is sent again": _lossy,
+    "what a lossy codec keeps back counts twice": _lossy,
+    "nobody hears that what was kept back is lost": _lossy,
+    "what a void result has kept back counts": _lossy,
 }
 """Scripts of faults that show too seldom in those of `tests.session_scripts`."""
 
