@@ -178,11 +178,11 @@ def test_the_reference_has_every_public_name_once() -> None:
 
 
 def test_files_that_are_named_exist() -> None:
-    """Test links, and paths in the text."""
+    """Test links, and paths in the text. `make docs` checks the sections behind `#`."""
     for document in DOCUMENTS:
         text = document.read_text()
         links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
-        assert [link for link in links if not (document.parent / link).exists()] == []
+        assert [link for link in links if not (document.parent / link.partition("#")[0]).exists()] == []
         paths = re.findall(r"`((?:deploy|docs|examples|gradserver|protocol|tests|worker)/[\w./-]+)`", text)
         assert [path for path in paths if not (ROOT / path).exists()] == []
 
