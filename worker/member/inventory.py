@@ -16,13 +16,9 @@ So a member says the same to all shards: it opens parts again that are done, whi
     ────────────────────────────────────  ──────────────────────────────────────────────────────────────────────────
     open, or not begun, at all            slices that one holds are handed on, the others are given again by all
     … and a member has departed           the first shard to which it is given again fails it: MembershipChangedError
-    done at some, and these or others     it has its results from them
-      hold each slice that one lacks
-    done at some, and a slice is lost     ConnectionLostError from each shard that has such a slice, and any member that
-                                          lacks one lacks all that none holds; those that are done have their results
+    done at some, and all slices are held the members that lack some have them from the others
+    done at some, and a slice is lost     ConnectionLostError, which all of these hear: each lacks what no member holds
     failed at some                        the same error from each shard
-
-It makes no difference whether the coordinator, a shard, or a connection was lost: a recovery begins at all shards.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import BUCKET, PERSONAL, PORTIONED, ROOTED, ExchangeKey, Kind, Op, gets, is_state
+from gradserver.protocol.exchange import BUCKET, PERSONAL, PORTIONED, ROOTED, Kind, Op, gets, is_state
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
@@ -165,7 +161,3 @@ class Inventory:
     def _of_others(self, exchange: Exchange) -> list[int]:
         """List slices of which only others get bytes."""
         return [index for index in range(exchange.start, exchange.stop) if not self._gets(exchange, index)]
-
-    def of_round(self, key: ExchangeKey) -> int:
-        """Count the slices that are held of this very round of a bucket."""
-        return len(self.retained.of_bucket(key))

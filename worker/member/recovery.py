@@ -111,7 +111,7 @@ class Recovery:
         none of them takes for open what is done for another.
         """
         member, inventory, shards = self._member, self._inventory, self._member.exchanges.shards
-        heard = {self._heard.get(shard.number, -1) for shard in shards}
+        rounds, heard = member.rounds, {self._heard.get(shard.number, -1) for shard in shards}
         if self._said == self.generation or heard != {self.generation}:
             return []
         self._said = self.generation
@@ -121,9 +121,8 @@ class Recovery:
         self._take_back()
         number = self._round()
         if not member.identity.membership.late:  # it is told again, and perhaps with a later epoch
-            member.rounds.announced.begin_again(number)
-        taking_part = member.rounds.pushed and number == member.rounds.number
-        weight = member.rounds.weight if taking_part else 0.0
+            rounds.announced.begin_again(number)
+        weight = rounds.weight if rounds.pushed and number == rounds.number else 0.0
         holding = Holding(self.generation, number, weight, self._section_of(number - 1))
         return [(shard.number, holding, pack_spans(inventory.spans(shard))) for shard in shards]
 
@@ -205,7 +204,7 @@ class Recovery:
         assert plan is not None
         keys = (ExchangeKey(BUCKET, number, part) for part in plan.parts_of(self._section_of(number)))
         shares = ((key, table.share(key, plan.buckets[key.part].operation)) for key in keys)
-        held = [self._inventory.of_round(key) == share.layout.count for key, share in shares]
+        held = [len(self._inventory.retained.of_bucket(key)) == share.layout.count for key, share in shares]
         return bool(held) and all(held)
 
     def _section_of(self, number: int) -> int:

@@ -21,7 +21,7 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     TOLD        Proceed                                   PRESENT
     PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
     PRESENT     the same, of collectives and transfers    PRESENT     the same
-    PRESENT     … that none holds, or that have failed    PRESENT     Failure to members that lack it
+    PRESENT     … failed; one is done, and none holds it  PRESENT     Failure to members that lack it
     PRESENT     no member lacks what others hold          (none)      Standing to all: what none holds is open
     any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
     any         no progress for the group's timeout       COLLECTING  members that it waits for are left out
@@ -274,7 +274,7 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
             lost.add(place[0])
         elif holding and not failed:
             wanted.append(Wanted(place, lacking, holding))
-        elif failed or any(place[0] in holder.slices[State.OVER] for holder in holders.values()):
+        elif failed or any(holder.has_ended(*place) for holder in holders.values()):
             lost.add(place[0])
     recovery.want(wanted)
     for key in sorted(lost):  # the members that could take part in it are not there any more
@@ -287,7 +287,7 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
 def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerError:
     """Return why ``key`` fails: it is called again by all members, or by none."""
     holders = recovery.holders.values()
-    ended = any(key in holder.slices[state] for holder in holders for state in (State.OVER, State.FAILED))
+    ended = any(holder.has_ended(key) or key in holder.slices[State.FAILED] for holder in holders)
     if not ended and any(key in holder.slices[State.CHANGED] for holder in holders):
         return MembershipChangedError(
             f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
@@ -322,8 +322,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
             group.exchanges.settle(key, settled)
     for holder in holders.values():
         for key in holder.slices[State.LACKING]:
-            loose = frozenset[int]().union(*(one.slices[State.HELD].get(key, ()) for one in holders.values()))
-            if loose:
+            if loose := frozenset[int]().union(*(one.answered(key) for one in holders.values())):
                 group.exchanges.settle(key, loose)
     failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
     group.exchanges.recall({key: _why_not(group, recovery, key) for key in failed})

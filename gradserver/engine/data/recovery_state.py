@@ -48,6 +48,15 @@ class Holder:
         """Tell whether ``key`` has failed at it."""
         return any(key in self.slices[state] for state in FAILED)
 
+    def has_ended(self, key: ExchangeKey, index: int = -1) -> bool:
+        """Tell whether it lacks nothing of ``key``, or not that slice, and keeps less: it cannot give this again."""
+        lacking = self.slices[State.LACKING].get(key, ())
+        return key in self.slices[State.OVER] and not (lacking if index < 0 else index in lacking)
+
+    def answered(self, key: ExchangeKey) -> set[int]:
+        """Return the slices of ``key`` that it has the results of, kept or not."""
+        return self.slices[State.HELD].get(key, set()) | self.slices[State.OVER].get(key, set())
+
     def say(
         self, state: State, key: ExchangeKey, slices: range, weights: tuple[float, ...] = (), nbytes: int = 0
     ) -> None:
