@@ -761,7 +761,9 @@ def test_any_bytes_are_a_packet_or_malformed(packet: bytes) -> None:
 
 
 def names_in_shm() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Return the names of segments. Folders are of other programs: chaos keeps its files there, for one."""
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
 
 
 SHARE = """
