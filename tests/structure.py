@@ -596,7 +596,7 @@ FIGURES: Final = {
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 20, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 13, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 0, 0),
         Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 0, 0),
     ),
