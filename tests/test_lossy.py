@@ -27,8 +27,9 @@ from gradserver.protocol.plan import Plan, decode_plan, first_difference, simple
 from gradserver.protocol.plan_codecs import with_codec, with_named_codecs
 from gradserver.reducer import reduce
 from gradserver.worker.client import Worker
-from gradserver.worker.coder import Coder
 from gradserver.worker.connect import connect
+from gradserver.worker.member.coder import Coder
+from gradserver.worker.workspace import WORKSPACE
 from tests.cluster import Daemon, coordinator, errors, together
 
 CODECS = ["bf16", "fp16", "int8", "topk:0.1", "randomk:0.1"]
@@ -246,7 +247,7 @@ def test_memory_of_a_payload_is_used_again_when_it_was_answered_and_not_before()
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 3 * 262_144, codec=codec_of("int8"))
     values = gradient(0, operation.numel)
     source = values.view(np.uint8)
-    coder = Coder(ExchangeKey(Stream.COLLECTIVE, 0), layout_of(operation, 2), source, source.copy(), None)
+    coder = Coder(WORKSPACE, ExchangeKey(Stream.COLLECTIVE, 0), layout_of(operation, 2), source, source.copy(), None)
     first, second = (np.frombuffer(coder.encode(index), np.uint8) for index in (0, 1))
     assert not np.shares_memory(first, second)
     before = second.tobytes()

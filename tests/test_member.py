@@ -15,7 +15,6 @@ from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
 from gradserver.protocol.messages.recovery import Holding, Resumed, Span, State, unpack_spans
 from gradserver.protocol.plan import Plan, simple_plan
-from gradserver.worker.coder import Coder
 from gradserver.worker.member.effects import Complete, Lose, Tell
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
@@ -24,6 +23,7 @@ from gradserver.worker.member.regions import Regions
 from gradserver.worker.member.retained import Kept, Retained
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.workspace import WORKSPACE
 
 NAMES = ("w0", "w1", "w2")
 ME = 1
@@ -59,7 +59,7 @@ class Alone:
     """A member, rank 1 of three, with a plan of one bucket of so many slices."""
 
     def __init__(self, slices: int = 3, **welcome: object) -> None:
-        self.member = Member(NoMemory(), Coder)
+        self.member = Member(NoMemory(), WORKSPACE)
         welcome.setdefault("seats", tuple(range(len(NAMES))))
         self.member.welcomed(Welcome("group", ME, 7, CREDIT, NAMES, **welcome))  # type: ignore[arg-type]
         self.plan: Plan = simple_plan([("b0", slices * SLICE_BYTES)], UINT8, Op.SUM)

@@ -28,11 +28,11 @@ from gradserver.protocol.exchange import Op, Stream
 from gradserver.protocol.messages import Membership, Result, RoundDone
 from gradserver.protocol.messages.recovery import Resumed, Standing
 from gradserver.worker.boundaries import Boundaries
-from gradserver.worker.coder import Coder
 from gradserver.worker.joiner import _Incoming
 from gradserver.worker.member import inventory, sendqueue
 from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.carryover import CarryOver
+from gradserver.worker.member.coder import Coder
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.recovery import Recovery

@@ -194,8 +194,8 @@ class Boundaries:
         return news
 
     def _nothing_begun(self, seconds: float) -> DeadlineError:
-        what = f"no member has begun round {self._member.rounds.number} for {seconds:g} s"
-        return DeadlineError(f"{what}, and this worker has no data for it")
+        number, more = self._member.rounds.number, "and this worker has no data for it"
+        return DeadlineError(f"no member has begun round {number} for {seconds:g} s, {more}")
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -23,7 +23,6 @@ from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.protocol.plan import Plan, Section
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
-from gradserver.worker.coder import Coder
 from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.learner import Stage
@@ -32,6 +31,7 @@ from gradserver.worker.member.slots import Slots
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.traffic import Traffic
 from gradserver.worker.transport import forking
+from gradserver.worker.workspace import WORKSPACE
 
 _PATIENCE_SECONDS = 5.0
 """Seconds that a worker that leaves waits for a lost coordinator, as other members may need what it holds."""
@@ -75,7 +75,7 @@ class Session:
     """
 
     def __init__(self, channel: Channel, timeout: float) -> None:
-        self.member = Member(channel, Coder)
+        self.member = Member(channel, WORKSPACE)
         self.traffic = Traffic(self.member, channel, timeout, self)
         self.learner = self.member.learner
         self.donor = StateSender(self.traffic)

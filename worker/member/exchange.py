@@ -14,6 +14,7 @@ from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, La
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
+from gradserver.worker.member.coder import Coder
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Memory, Slot, Slots
 from gradserver.worker.member.waiter import Waiter
@@ -41,19 +42,6 @@ class Parted(Protocol):
 
 Source = Bytes | Parted
 """Source of contributions: memory as long as the exchange (or a slice, if there is one), or a piece for each."""
-
-
-class Coding(Protocol):
-    """Encodes what a lossy exchange contributes, and decodes what comes back: `gradserver.worker.coder.Coder`."""
-
-    def encode(self, index: int) -> Buffer:
-        """Encode the contribution to slice ``index``: once, though it may be sent again."""
-
-    def given(self, index: int) -> Bytes:
-        """Give what is, or would have been, contributed to slice ``index``."""
-
-    def decode(self, index: int, payload: Buffer | None) -> None:
-        """Put the result of slice ``index`` where it belongs."""
 
 
 class Staged(NamedTuple):
@@ -149,7 +137,7 @@ class Exchange:
         handle: Waiter,
         channel: Memory,
         slots: Slots,
-        coder: Coding | None = None,
+        coder: Coder | None = None,
         shard: int = 0,
         interval: tuple[int, int] | None = None,
         siblings: Siblings | None = None,

@@ -5,13 +5,13 @@ Each method takes one event, and leaves what follows from it in the effects. Its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from gradserver.protocol.buffer import Buffer, Bytes
+from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Feedback
 from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import (
@@ -21,7 +21,6 @@ from gradserver.protocol.exchange import (
     TRANSFER,
     WORLD_BOUND,
     ExchangeKey,
-    Layout,
     Operation,
     is_state,
     pool_of,
@@ -30,8 +29,9 @@ from gradserver.protocol.messages import Membership, Push, Result, Taken, Welcom
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table
 from gradserver.worker.member.backlog import Unasked, room_for
+from gradserver.worker.member.coder import Coder, Workspace
 from gradserver.worker.member.effects import Effects, Tell
-from gradserver.worker.member.exchange import NO_SLICES, Coding, Destination, Exchange, Siblings, Source
+from gradserver.worker.member.exchange import NO_SLICES, Destination, Exchange, Siblings, Source
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.learner import Stage
@@ -41,9 +41,6 @@ from gradserver.worker.member.slots import Memory, Slots
 from gradserver.worker.member.stragglers import Stragglers, lacks
 from gradserver.worker.member.waiter import Waiter
 
-MakeCoder = Callable[[ExchangeKey, Layout, Bytes | None, Bytes, Feedback | None, bool], Coding]
-"""Makes what encodes a lossy exchange: `gradserver.worker.coder.Coder`."""
-
 NOT_SENT: Final = "the member that was to send its state does not"
 
 
@@ -52,7 +49,7 @@ class Exchanges:
 
     Args:
         channel: it says where memory lies that the coordinator sees too.
-        make_coder: makes what encodes a lossy exchange.
+        workspace: memory for encoding lossy exchanges.
 
     Attributes:
         shards: what is under way, by data shard.
@@ -69,7 +66,7 @@ class Exchanges:
         rounds: Rounds,
         stragglers: Stragglers,
         channel: Memory,
-        make_coder: MakeCoder,
+        workspace: Workspace,
     ) -> None:
         self.effects = effects
         self.shards = [ShardTraffic(0)]
@@ -81,7 +78,7 @@ class Exchanges:
         self._rounds = rounds
         self._stragglers = stragglers
         self._channel = channel
-        self._make_coder = make_coder
+        self._workspace = workspace
         self._turn = 0
         """The shard that is sent to next, if there is something for it."""
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -180,7 +177,7 @@ class Exchanges:
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             assert source is None or isinstance(source, np.ndarray)
-            coder = self._make_coder(key, layout, source, destination, feedback, identity.sifts)
+            coder = Coder(self._workspace, key, layout, source, destination, feedback, identity.sifts)
         what = key, pool, operation, layout, source, destination, weight, waiter, self._channel, self.slots, coder
         epoch = welcome.epoch if operation.kind in WORLD_BOUND or key.stream == TRANSFER else 0
         regions = inventory.regions if inventory is not None else None

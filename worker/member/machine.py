@@ -16,10 +16,11 @@ from gradserver.protocol.messages.data import Missing, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, Ready, RoundDone, Transfer
 from gradserver.worker.member.attachment import Attachment
+from gradserver.worker.member.coder import Workspace
 from gradserver.worker.member.donor import Donor
 from gradserver.worker.member.effects import Effects, Log, Lose, Said, Tell
 from gradserver.worker.member.exchange import NO_SLICES, Exchange
-from gradserver.worker.member.exchanges import NOT_SENT, Exchanges, MakeCoder
+from gradserver.worker.member.exchanges import NOT_SENT, Exchanges
 from gradserver.worker.member.identity import Identity, check_welcome
 from gradserver.worker.member.inquiries import Inquiries
 from gradserver.worker.member.learner import Learner, Stage
@@ -38,7 +39,7 @@ class Member:
 
     Args:
         channel: it says where memory lies that the coordinator sees too.
-        make_coder: makes what encodes a lossy exchange.
+        workspace: memory for encoding lossy exchanges.
 
     Attributes:
         effects: what is to be carried out.
@@ -55,7 +56,7 @@ class Member:
         leases: what it asks and tells of data.
     """
 
-    def __init__(self, channel: Memory, make_coder: MakeCoder) -> None:
+    def __init__(self, channel: Memory, workspace: Workspace) -> None:
         self.effects = Effects()
         self.identity = Identity()
         self.rounds = Rounds(self.identity)
@@ -64,7 +65,7 @@ class Member:
         self.learner, self.donor = Learner(), Donor(self.rounds)
         self.stragglers = Stragglers(self.identity, self.rounds)
         what = self.effects, self.identity, self.rounds, self.stragglers
-        self.exchanges = Exchanges(*what, channel, make_coder)
+        self.exchanges = Exchanges(*what, channel, workspace)
         self.inquiries = Inquiries(self.effects, self.rounds, self.exchanges)
         self.turns, self.leases = Turns(self.effects, self.rounds), Leases(self.effects, self.rounds)
 
@@ -106,12 +107,10 @@ class Member:
         """Take the word that something that this member has begun or asked fails."""
         error = failure.exception()
         match failure.scope:
-            case Scope.EXCHANGE:
-                if failure.key is not None:
-                    self.exchanges.fail(failure.key, error, shard)
-            case Scope.PROPOSAL:
-                if (proposal := self.plans.open) is not None:
-                    self.effects.complete(proposal.waiter, error)
+            case Scope.EXCHANGE if failure.key is not None:
+                self.exchanges.fail(failure.key, error, shard)
+            case Scope.PROPOSAL if (proposal := self.plans.open) is not None:
+                self.effects.complete(proposal.waiter, error)
             case Scope.DATA:
                 self.leases.failed(str(failure.fields.get("data")), error)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,15 +11,30 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.codecs import Feedback, Scratch, is_finite, seed_of
 from gradserver.protocol.exchange import ExchangeKey, Layout
 
-_threads = threading.local()
-_free: deque[Bytes] = deque(maxlen=64)
-"""Memory of payloads that were answered: no more than were in flight at once, and so bounded by credit as well."""
+
+class Workspace:
+    """Memory that the coders of a process reuse, in all threads. ``scratch`` gives what no other thread uses."""
+
+    def __init__(self, scratch: Callable[[], Scratch]) -> None:
+        self.scratch = scratch
+        self._free: deque[Bytes] = deque(maxlen=64)
+        """Payloads that were answered: no more than were in flight at once, and so bounded by credit as well."""
+        self.give_back = self._free.append
+
+    def room(self, nbytes: int) -> Bytes:
+        """Give memory for a payload, if possible an earlier one's: of new memory every 4 KiB cost a page fault."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            return np.empty(nbytes, np.uint8)
+        return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are of slices at an end
 
 
 class Coder:
     """The coder of one exchange.
 
     Args:
+        workspace: gives memory.
         key: the exchange.
         layout: how it is cut, with its codec.
         source: float32, as bytes: what is contributed; None for zeros.
@@ -28,10 +43,11 @@ class Coder:
         sifts: whether a slice that is not finite does not count; then its residual stays.
     """
 
-    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_sifts", "_source")
+    __slots__ = ("_destination", "_feedback", "_key", "_layout", "_rooms", "_sifts", "_source", "_workspace")
 
     def __init__(
         self,
+        workspace: Workspace,
         key: ExchangeKey,
         layout: Layout,
         source: Bytes | None,
@@ -39,6 +55,7 @@ class Coder:
         feedback: Feedback | None,
         sifts: bool = False,
     ) -> None:
+        self._workspace = workspace
         self._key = key
         self._layout = layout
         self._source = None if source is None else source.view(np.float32)
@@ -56,10 +73,10 @@ class Coder:
         start, stop = self._layout.span(index)
         values = self._source[start:stop]
         codec, seed = self._layout.codec, seed_of(self._key.number, self._key.part, start)
-        room = self._rooms[index] = _room(codec.nbytes(stop - start))
+        room = self._rooms[index] = self._workspace.room(codec.nbytes(stop - start))
         if self._feedback is None or (self._sifts and not is_finite(values)):
-            return codec.encode(values, room, seed, _scratch())
-        return self._feedback.encode(codec, start, stop, values, room, seed, _scratch())
+            return codec.encode(values, room, seed, self._workspace.scratch())
+        return self._feedback.encode(codec, start, stop, values, room, seed, self._workspace.scratch())
 
     def given(self, index: int) -> Bytes:
         """Return the contribution to slice ``index`` as its receiver decodes it; before encoding, as it is."""
@@ -68,7 +85,7 @@ class Coder:
         if (room := self._rooms.get(index)) is None:
             return self._source[start:stop].copy().view(np.uint8)
         values, seed = np.empty(stop - start, np.float32), seed_of(self._key.number, self._key.part, start)
-        self._layout.codec.decode(room.data, stop - start, values, seed, _scratch())
+        self._layout.codec.decode(room.data, stop - start, values, seed, self._workspace.scratch())
         return values.view(np.uint8)
 
     def decode(self, index: int, payload: Buffer | None) -> None:
@@ -76,25 +93,9 @@ class Coder:
         start, stop = self._layout.span(index)
         values = self._destination[start:stop]
         if (room := self._rooms.pop(index, None)) is not None:  # a contribution with an answer has been read
-            _free.append(room)
+            self._workspace.give_back(room)
         if payload is None:
             values[:] = 0
         else:
             seed = seed_of(self._key.number, self._key.part, start)
-            self._layout.codec.decode(payload, stop - start, values, seed, _scratch())
-
-
-def _room(nbytes: int) -> Bytes:
-    """Return memory for a payload, if possible an earlier one's: of new memory every 4 KiB cost a page fault."""
-    try:
-        room = _free.pop()
-    except IndexError:
-        return np.empty(nbytes, np.uint8)
-    return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are of slices at an end
-
-
-def _scratch() -> Scratch:
-    scratch: Scratch | None = getattr(_threads, "scratch", None)
-    if scratch is None:
-        scratch = _threads.scratch = Scratch()
-    return scratch
+            self._layout.codec.decode(payload, stop - start, values, seed, self._workspace.scratch())
