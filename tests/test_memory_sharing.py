@@ -761,7 +761,7 @@ def test_any_bytes_are_a_packet_or_malformed(packet: bytes) -> None:
 
 
 def names_in_shm() -> set[str]:
-    """Return the names of segments. Folders are of other programs: chaos keeps its files there, for one."""
+    """Return the names of segments. Folders are of other programs."""
     with os.scandir("/dev/shm") as entries:
         return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
 
