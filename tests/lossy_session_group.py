@@ -62,12 +62,18 @@ class LossyGroup(Group):
         lateness = None if policy is None else policy.lateness
         self.waits_for_all = lateness is None
         self.node_type = Node if lateness is None else LateNode
-        super().__init__(size, [buckets], [Act()] * rounds, seed, rates, fuses, policy, preemption)
+        modules, program = [buckets], [Act()] * rounds
+        if seed % 4 == 3:  # the last bucket is another module's, and exchanged in each other round
+            modules, program = [buckets[:-1] or [7], buckets[-1:]], [Act(section=each % 2) for each in range(rounds)]
+        super().__init__(size, modules, program, seed, rates, fuses, policy, preemption)
+        self.operations = [bucket.operation for plan in self.plans for bucket in plan.buckets]
         self.world.overhear = self._overhear
         self.sent: dict[tuple[int, int, int, int], list[tuple[float, bytes]]] = defaultdict(list)
         """What each process has sent to a round, bucket and slice, with its weight. It is one thing, sent once more."""
         self.owed: dict[tuple[int, int], list[Floats]] = {}
         """What the rounds before may have left of each bucket and slice."""
+        self.made: dict[tuple[int, int], int] = {}
+        """The last round of each bucket and slice."""
 
     def plan_of(self, sizes: dict[str, int]) -> Plan:
         codecs = {name: self.codecs[number % len(self.codecs)] for number, name in enumerate(sizes)}
@@ -94,7 +100,8 @@ class LossyGroup(Group):
             assert len(payloads) == 1, f"process {uid} encoded slice {index} of {part} of round {number} twice"
         for number, record in sorted(written.items()):
             nodes = self._witnesses(number)
-            assert nodes, "no node has finished the round"
+            if not nodes:
+                break  # all that had its results are dead, and so nobody knows what it has left
             for part, values in nodes[0].rounds[number].values.items():
                 self._check_lossy(record, part, np.asarray(values, np.float32), nodes[0].layouts[part])
         for node in self.nodes:
@@ -125,22 +132,25 @@ class LossyGroup(Group):
         self, record: RoundRecord, members: list[int], part: int, index: int, layout: Layout, values: Floats
     ) -> bool:
         """Return whether these members make ``values``. Then note what that has left."""
-        nothing, reset = np.zeros(values.size, np.float32), self._owes_nothing_from(record.round)
+        nothing, last = np.zeros(values.size, np.float32), self.made.get((part, index), -1)
+        reset = self._owes_nothing_from(last + 1, record.round)
         before = [*self.owed.get((part, index), [nothing]), *([nothing] if reset else [])]
+        if not members and not values.any():
+            self.owed[part, index], self.made[part, index] = before, record.round
         if not members:
-            self.owed[part, index] = before
             return not values.any()
         found: list[Floats] = []
         for given, residual in product(self._contributions(record, members, part, index), before):
             made, left = self._make(record.round, part, index, layout, given, residual)
             found += [left] if made.tobytes() == values.tobytes() else []
         if found:
+            self.made[part, index] = record.round
             self.owed[part, index] = found + ([nothing] if reset else [])  # it may have been made before that was lost
         return bool(found)
 
-    def _owes_nothing_from(self, number: int) -> bool:
-        """Return whether what was owed was lost in a round, by the ledger."""
-        return any(isinstance(one, Reset) and one.round == number for one in self.world.harness.records)
+    def _owes_nothing_from(self, first: int, last: int) -> bool:
+        """Return whether what was owed was lost in one of some rounds, by the ledger."""
+        return any(isinstance(one, Reset) and first <= one.round <= last for one in self.world.harness.records)
 
     def _contributions(
         self, record: RoundRecord, members: list[int], part: int, index: int
@@ -157,7 +167,7 @@ class LossyGroup(Group):
         self, number: int, part: int, index: int, layout: Layout, given: list[Contribution], residual: Floats
     ) -> tuple[Floats, Floats]:
         """Return the result as members decode it, and what it leaves."""
-        operation = self.plans[0].buckets[part].operation
+        operation = self.operations[part]
         start, stop = layout.span(index)
         codec: Codec = operation.codec
         memory, key = Memory(), ExchangeKey(Stream.BUCKET, number, part)
@@ -172,8 +182,8 @@ class LossyGroup(Group):
     def _check_kept_back(self, node: Node) -> None:
         """Check that what a node has sent is what it was given, but for what its codecs keep back."""
         assert node.worker is not None
-        for part, size in enumerate(self.buckets):
-            given, layout = np.zeros(size), node.layouts[part]
+        for part, layout in node.layouts.items():
+            given = np.zeros(self.buckets[part])
             for (uid, number, there, index), payloads in self.sent.items():
                 if (uid, there) == (node.uid, part):
                     start, stop = layout.span(index)
