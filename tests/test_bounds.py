@@ -409,7 +409,7 @@ def test_a_member_with_an_unreadable_answer_is_told_and_the_daemon_and_others_go
     coordinator, lines = Runtime(Engine({"a": 1, "b": 1})), (Line(), Line())
     first, second = (coordinator.connect(line) for line in lines)
     with monkeypatch.context() as patch:
-        patch.setattr("gradserver.engine.control.welcome.token_of", lambda *_: "x" * 5000)
+        patch.setattr("gradserver.engine.control.group.group.Group.token", lambda *_: "x" * 5000)
         patch.setattr(
             "gradserver.engine.control.forming.welcome_to", lambda *_: Welcome("a", 0, MAX_COUNTER + 1, 1, ("w",))
         )
