@@ -59,6 +59,7 @@ _LOSSY_NUMEL: Final = 65_536
 _MAX_CAUSE: Final = 500
 """Limit of the characters of an exception's text that are sent to members."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+_MEAN: Final = Op.MEAN
 _WIDE: Final = {"float64": np.float64, "complex128": np.float64}
 
 
@@ -192,10 +193,7 @@ class _Job:
         operation = command.operation
         self._op, self._dtype = operation.op, operation.dtype
         self._guarded = command.nonfinite is not PROPAGATE
-        self._elements = _number_type(self._dtype, Op.SUM if self._op is Op.MEAN else self._op)
-        self._stored = _stored_type(self._dtype, self._elements)
-        if self._op in (Op.NONE, Op.FIRST):  # bytes that are passed on
-            self._elements = self._stored = np.dtype(np.uint8)
+        self._elements, self._stored = _types(self._dtype, self._op)
         numel = command.nbytes // self._stored.itemsize
         self._ranks = [contribution.rank for contribution in command.contributions]
         self._rows = [
@@ -222,7 +220,7 @@ class _Job:
         """Write one block of the result to all targets, unless a value in it is not finite."""
         cut = slice(block * self._step, (block + 1) * self._step)
         rows = [None if row is None else row[cut] for row in self._rows]
-        if self._op is Op.MEAN:
+        if self._op is _MEAN:
             result = self._mean(rows, self._scale)
             if result is None:
                 return self._blame(rows, cut.start)
@@ -381,6 +379,18 @@ def _multiply(left: Array, right: Array) -> Array:
 
 
 @cache
+def _types(dtype: DType, op: Op) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Choose the type to compute in, and that of memory: its numbers, or bits that `_Job._widen` converts to them."""
+    if op in (Op.NONE, Op.FIRST):  # bytes that are passed on
+        return np.dtype(np.uint8), np.dtype(np.uint8)
+    elements = _number_type(dtype, Op.SUM if op is Op.MEAN else op)
+    if dtype.name == "complex32":
+        return elements, np.dtype(np.float16)
+    if dtype.name == "bfloat16":
+        return elements, np.dtype(np.uint16)
+    return elements, elements if dtype.kind == "c" else numpy_dtype(dtype)
+
+
 def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
     """Choose the type to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
     if dtype.kind in "iub":
@@ -388,13 +398,3 @@ def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
     if dtype.kind == "c" and op is Op.PRODUCT:
         return np.dtype(np.complex128 if dtype.name == "complex128" else np.complex64)
     return np.dtype(_WIDE.get(dtype.name, np.float32))
-
-
-@cache
-def _stored_type(dtype: DType, elements: np.dtype[Any]) -> np.dtype[Any]:
-    """Choose the type of memory: numbers of which the type consists, or bits that `_Job._widen` converts to numbers."""
-    if dtype.name == "complex32":
-        return np.dtype(np.float16)
-    if dtype.name == "bfloat16":
-        return np.dtype(np.uint16)
-    return elements if dtype.kind == "c" else numpy_dtype(dtype)

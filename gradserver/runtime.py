@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send
+from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send, make
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
 from gradserver.mean import Outcome
@@ -118,7 +118,7 @@ class Runtime:
 
     def receive(self, connection: int, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Handle a message."""
-        self._handle(Received(connection, message, payloads))
+        self._handle(make(Received, (connection, message, payloads)))
 
     def restore(self, records: tuple[Kind, ...]) -> None:
         """Restore the state that an earlier coordinator has written."""

@@ -117,6 +117,9 @@ class Op(IntEnum):
     length."""
 
 
+_MEAN, _FRAMED = Op.MEAN, Op.FRAMED
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """Everything that members must agree on before bytes meet.
@@ -172,13 +175,13 @@ def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1, c
 
 def check_reducible(op: Op, dtype: DType) -> None:
     """Raise UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
-    if op is Op.MEAN and not dtype.is_floating:
+    if op is _MEAN and not dtype.is_floating:
         raise UnsupportedOperationError(
             f"the mean of {dtype.name} is not a {dtype.name}: use op='sum', or convert to a floating type"
         )
-    if op is Op.FRAMED and dtype != UINT8:
+    if op is _FRAMED and dtype != UINT8:
         raise UnsupportedOperationError(f"parts of different lengths travel as bytes, not as {dtype.name}")
-    if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
+    if dtype.kind == "c" and op in (Op.MIN, Op.MAX):
         raise UnsupportedOperationError(f"complex numbers have no order: no {op.name.lower()} of {dtype.name}")
 
 

@@ -26,14 +26,14 @@ from tests.cluster import PATIENCE, Gather, coordinator, errors, joined, togethe
 @pytest.fixture(autouse=True)
 def no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reductions of bytes raise an exception, as those of a type that an old ml_dtypes does not know."""
-    stored_type = reducer._stored_type
+    types = reducer._types
 
-    def refused(dtype: DType, elements: Any) -> Any:
+    def refused(dtype: DType, op: Op) -> Any:
         if dtype == UINT8:
             raise AttributeError("module 'ml_dtypes' has no attribute 'uint8'")
-        return stored_type(dtype, elements)
+        return types(dtype, op)
 
-    monkeypatch.setattr(reducer, "_stored_type", refused)
+    monkeypatch.setattr(reducer, "_types", refused)
 
 
 def total(worker: Worker, dtype: type = np.float32) -> float:

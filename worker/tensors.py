@@ -136,13 +136,13 @@ def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
 
     if tensor.layout is not torch.strided:
         raise LayoutError(f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel: call .to_dense() first")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise LayoutError("a tensor on the meta device has no elements that could travel")
     plain = tensor.detach()
     shape, numel, is_contiguous = tuple(plain.shape), plain.numel(), plain.is_contiguous()
     if writes and not is_contiguous and _overlaps(shape, plain.stride()):
         raise LayoutError("several elements of this tensor share one memory cell (expand?): pass .clone()")
-    if is_contiguous and plain.device.type == "cpu" and not plain.is_conj() and not plain.is_neg():
+    if is_contiguous and plain.is_cpu and not plain.is_conj() and not plain.is_neg():
         return Binding(_torch_bytes(plain), dtype, numel, shape, None)
     copy = plain.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
 
@@ -156,7 +156,7 @@ def _torch_bytes(tensor: torch.Tensor) -> Bytes:
     """Return the memory of a contiguous CPU tensor."""
     import torch
 
-    flat = tensor.reshape(-1)
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1) if flat.dtype is not torch.complex32 else flat.view(torch.float16)
     result: Bytes = flat.view(torch.uint8).numpy()

@@ -124,7 +124,7 @@ class Traffic:
             handle = self.handle_of(key, operation, value)
             member.exchanges.begin(key, operation, source, destination, weight, handle)
             handle.on_error(self._owner.heed)
-            effects = member.effects.take()
+            effects = member.effects.take() if member.effects.pending else None
         self._go_on(effects, background)
         return handle
 
@@ -164,7 +164,7 @@ class Traffic:
         self._go_on(effects, True)
         return handle
 
-    def _go_on(self, effects: list[Effect], background: bool) -> None:
+    def _go_on(self, effects: list[Effect] | None, background: bool) -> None:
         if effects:
             self.carry_out(effects)
         self.pump()

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Operation
 from gradserver.protocol.messages import Message
+
+make: Final = tuple.__new__
+"""``make(Send, (…))`` makes a named tuple of all its fields, in half the time of ``Send(…)``."""
 
 
 class Send(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send
+from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send, make
 from gradserver.engine.declared import Kind
 from gradserver.engine.orders import Order
 from gradserver.engine.records import Round
@@ -51,7 +51,7 @@ class Effects:
 
     def send(self, connection: int, message: Message, payloads: Sequence[Buffer] = _NO_PAYLOADS) -> None:
         """Send a message on a connection."""
-        self.commands.append(Send(connection, message, payloads))
+        self.commands.append(make(Send, (connection, message, payloads)))
 
     def announce(self, connection: int, message: Message) -> None:
         """Send a message in front of what the data half has sent when it obeyed the latest orders."""

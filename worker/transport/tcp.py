@@ -358,6 +358,8 @@ class TcpChannel:
                         self._wakeup.clear()
                     while self._take_one_of_each(self._lines):
                         pass
+                elif len(self._lines) == 1:
+                    self._take(self._lines[0], True)
                 # Else every line is looked at anew before the next poll.
         except GradServerError as error:
             with self._lock:
@@ -401,11 +403,15 @@ class TcpChannel:
             took = self._take(line) or took
         return took
 
-    def _take(self, line: Line) -> bool:
+    def _take(self, line: Line, signalled: bool = False) -> bool:
         """Hand one message of ZeroMQ's to its receiver; False if there was none."""
-        frames = self._receive(line)
-        if frames is None:
-            return False
+        with self._lock:
+            if self._closing or not (signalled or line.has_input()):
+                return False
+            try:
+                frames = line.receive()
+            except zmq.Again:  # the signal was not that of a message
+                return False
         for message in line.numbers.take(frames, time.monotonic()):
             self._hand_over(line, message)
         return True
@@ -459,12 +465,6 @@ class TcpChannel:
             raise ConnectionLostError(message.text)  # the other side has noticed it
         else:
             line.receiver.receive(message, payloads)
-
-    def _receive(self, line: Line) -> list[Buffer] | None:
-        with self._lock:
-            if self._closing or not int(line.socket.get(EVENTS)) & POLLIN:
-                return None
-            return line.receive()
 
     def _check_connection(self, line: Line) -> None:
         """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""

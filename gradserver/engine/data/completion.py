@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from gradserver.engine.commands import Command, Contribution, Digests, Reduce, Send
+from gradserver.engine.commands import Command, Contribution, Digests, Reduce, Send, make
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
@@ -18,6 +18,7 @@ from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout
 from gradserver.protocol.messages import Result
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
+_FIRST, _NONE, _MEAN = Op.FIRST, Op.NONE, Op.MEAN
 
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
@@ -25,15 +26,16 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     operation = exchange.operation
     weighed = operation.kind in WEIGHED
     contributions = [
-        Contribution(rank, run.weight, run.payload if run.present else None)
+        make(Contribution, (rank, run.weight, run.payload if run.present else None))
         for rank, run in piece.given.items()
         if not weighed or run.weight > 0
     ]
+    present = [contribution for contribution in contributions if contribution.payload is not None]
     if not weighed and operation.kind not in _GIVEN_BY_ALL:
-        contributions = [contribution for contribution in contributions if contribution.payload is not None]
-    if operation.op is Op.FIRST:
-        contributions = [contribution for contribution in contributions if contribution.payload is not None][:1]
-    if all(contribution.payload is None for contribution in contributions):
+        contributions = present
+    if operation.op is _FIRST:
+        contributions = present[:1]
+    if not present:
         if not (operation.is_lossy and group.order.durable and exchange.key.stream == BUCKET):
             answer(group, exchange, piece, None, now, effects)
             return
@@ -41,7 +43,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     owner, receivers = exchange.owner(piece), _receivers(exchange, piece)
     getters = [piece.given[rank] for rank in receivers if gets(operation, rank, exchange.key, owner)]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
-    if operation.op is Op.NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
+    if operation.op is _NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
         payload = contribution.payload
         if payload is not None and not piece.given[contribution.rank].shared:
@@ -57,7 +59,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     spans: Sequence[tuple[int, int]] = ()
     if key.stream == BUCKET:
         nonfinite = group.order.nonfinite
-        if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is Op.MEAN:
+        if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is _MEAN:
             spans = _spans(exchange, piece)
         if operation.is_lossy:
             memory = group.memory(key.part, piece.start)
@@ -118,7 +120,7 @@ def _send(
     now: float,
     effects: Effects,
 ) -> None:
-    refund(group, exchange, piece)
+    group.traffic.refund(exchange, piece.given.items())
     acknowledged: list[Command] = []
     over = _ends_round(group, exchange, piece)
     if findings:
@@ -165,7 +167,7 @@ def _tell(
     """
     key, operation, layout = exchange.key, exchange.operation, exchange.layout
     start, stop, given = piece
-    weight = sum((run.weight for run in given.values()), 0.0)
+    weight = sum([run.weight for run in given.values()], 0.0)
     owner = exchange.owner(piece)
     lacking = exchange.lacking(piece)
     weights = _weights(given) if group.order.durable and key.stream == BUCKET else ()
@@ -241,12 +243,6 @@ def _receivers(exchange: Exchange, piece: Piece) -> Sequence[int]:
     if not exchange.late:
         return exchange.participants
     return sorted(exchange.late.intersection(piece.given).union(exchange.participants))
-
-
-def refund(group: Group, exchange: Exchange, piece: Piece) -> None:
-    """Take what was given for ``piece`` off its givers' debts."""
-    for rank, run in piece.given.items():
-        group.traffic.refund(exchange, rank, run)
 
 
 def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effects: Effects) -> None:

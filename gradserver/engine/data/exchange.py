@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
 """Contributions of weight 0 are left out, and absent ones are zeros."""
+_SCATTERS: Final = Kind.REDUCE_SCATTER
 
 _NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
 _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
@@ -309,8 +310,9 @@ class Exchange:
 
     def owner(self, piece: Piece) -> int:
         """Return the rank that gets ``piece`` of a REDUCE_SCATTER, among all that gave to it, departed or not."""
-        scatters = self.operation.kind is Kind.REDUCE_SCATTER
-        return list(piece.given)[self.layout.owner(piece.start)] if scatters else -1
+        if self.operation.kind is not _SCATTERS:
+            return -1
+        return list(piece.given)[self.layout.owner(piece.start)]
 
     def lacking(self, piece: Piece) -> tuple[int, ...]:
         """Return the members that should have contributed to ``piece``, and did not."""

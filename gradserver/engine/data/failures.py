@@ -24,8 +24,7 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
     """Fail ``exchange``, and tell its contributors. Others are told when they come."""
     if exchange.failure is not None:
         return
-    for rank, run in exchange.fail(error):
-        group.traffic.refund(exchange, rank, run)
+    group.traffic.refund(exchange, exchange.fail(error))
     if exchange.key.stream == BUCKET:
         group.halt_buckets(error)
     group.exchanges.keep_failed(exchange)

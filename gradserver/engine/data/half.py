@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from gradserver.engine.data import recovery
 from gradserver.engine.data.abandoned import end_abandoned
-from gradserver.engine.data.completion import answer, complete, refund
+from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
@@ -203,25 +203,15 @@ class Data:
             if came is not None:
                 effects.report(StateComes(group.order.group, push.key.target, push.key.source, *came))
         if push.key.stream == BUCKET:
-            self._look_who_is_late(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
-
-    def _look_who_is_late(
-        self, group: Group, number: int, rank: int, ended: bool, now: float, effects: Effects
-    ) -> None:
-        look_at = contributed(group, number, rank, ended, now, effects)
-        if look_at is not None:
-            group.check_by(look_at)
-            self._plan_next_check()
+            look_at = contributed(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
+            if look_at is not None:
+                group.check_by(look_at)
+                self._next_check = look_at if self._next_check is None else min(self._next_check, look_at)
 
     # ── held results ────────────────────────────────────────────────────────────────────────────────
 
     def hold(
-        self,
-        connection: int,
-        message: Holding | Held,
-        payloads: Sequence[Buffer],
-        now: float,
-        effects: Effects,
+        self, connection: int, message: Holding | Held, payloads: Sequence[Buffer], now: float, effects: Effects
     ) -> None:
         """Take what a member of a durable group says that it holds."""
         seat = self._seats.get(connection)
@@ -258,7 +248,7 @@ class Data:
         elif isinstance(outcome, Broken):
             self._break(group, exchange, piece, outcome, effects)
         elif isinstance(outcome, NonFinite):
-            refund(group, exchange, piece)
+            group.traffic.refund(exchange, piece.given.items())
             self._halt(group, exchange, piece.start, outcome, effects)
         else:
             if event.digests:
@@ -278,7 +268,7 @@ class Data:
         if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
         else:
-            refund(group, exchange, piece)
+            group.traffic.refund(exchange, piece.given.items())
             fail(group, exchange, error, effects)
         effects.report(violation)
 
@@ -291,7 +281,7 @@ class Data:
 
     def _break(self, group: Group, exchange: Exchange, piece: Piece, found: Broken, effects: Effects) -> None:
         """Fail the exchange of ``piece``, which cannot be reduced, and nothing else."""
-        refund(group, exchange, piece)
+        group.traffic.refund(exchange, piece.given.items())
         error = broken(group, exchange, found)
         fail(group, exchange, error, effects)
         if exchange.key.stream == BUCKET:

@@ -6,7 +6,9 @@ An error that is raised is a violation of the sender: no correct worker says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+from gradserver.engine.commands import make
 from gradserver.engine.data.errors import abandoned, mismatch
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Run
 from gradserver.engine.data.failures import fail, forget_if_over, say_failed, tell
@@ -43,6 +45,9 @@ from gradserver.protocol.exchange import (
 from gradserver.protocol.limits import MAX_TRANSFERS
 from gradserver.protocol.messages import Push
 
+_TRANSFER: Final = Kind.TRANSFER
+_UNREDUCED: Final = frozenset({Op.NONE, Op.FRAMED})
+
 
 def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) -> Exchange | None:
     """Return the exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
@@ -68,7 +73,7 @@ def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) 
             return None
         if exchange is None:
             exchange = open_exchange(group, rank, key, operation, push.epoch, now)
-        elif exchange.failure is None and _is_outdated(group, push, operation):
+        elif exchange.failure is None and key.stream == COLLECTIVE and is_outdated(group, key, operation, push.epoch):
             exchange.join(rank, push.weight)
             fail(group, exchange, changed(group, key, operation), effects)
             return None
@@ -143,11 +148,6 @@ def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exch
         for exchange in found
         if exchange is not None and exchange.failure is None and exchange.pushed.get(rank, -1) < exchange.stop
     ]
-
-
-def _is_outdated(group: Group, push: Push, operation: Operation) -> bool:
-    """Tell whether ``push`` calls a collective, which is open, in a membership that has ended."""
-    return push.key.stream == COLLECTIVE and is_outdated(group, push.key, operation, push.epoch)
 
 
 def _turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
@@ -258,7 +258,7 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
     if group.order.lateness is not None:  # slices to which something was added weigh more
         weight = push.weight
         exchange.weigh(rank, weight)
-    return Run(start, stop, payload, push.present, shared, target, weight)
+    return make(Run, (start, stop, payload, push.present, shared, target, weight))
 
 
 def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None:
@@ -266,14 +266,14 @@ def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None
     transfer = key.stream == TRANSFER
     if not transfer and key != (key.stream, key.number, key.part, -1, -1):
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
-    if transfer != (operation.kind is Kind.TRANSFER):
+    if transfer != (operation.kind is _TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
     if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
         raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
     if operation.kind in ROOTED and not 0 <= operation.root < world:
         raise InvalidRankError(f"root {operation.root} is not in a group of {world}")
     if operation.kind in WEIGHED:
-        if operation.op in (Op.NONE, Op.FRAMED):
+        if operation.op in _UNREDUCED:
             raise InvalidArgumentError("a reduction that does not say how to reduce")
         check_reducible(operation.op, operation.dtype)
     elif operation.op is not Op.NONE and (operation.op is not Op.FRAMED or operation.kind not in FRAMING):

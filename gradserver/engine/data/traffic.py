@@ -36,9 +36,11 @@ class Traffic:
             )
         self.outstanding[account] = outstanding
 
-    def refund(self, exchange: Exchange, rank: int, run: Run) -> None:
-        """Take slices of ``rank`` off its debt: they are answered, or never will be."""
-        self.outstanding[rank, pool_of(exchange.key, rank)] -= exchange.cost(run)
+    def refund(self, exchange: Exchange, given: Iterable[tuple[int, Run]]) -> None:
+        """Take slices off their givers' debts: they are answered, or never will be."""
+        outstanding, key, cost = self.outstanding, exchange.key, exchange.cost
+        for rank, run in given:
+            outstanding[rank, pool_of(key, rank)] -= cost(run)
 
     def has_no_credit(self, rank: int) -> bool:
         """Tell whether ``rank`` has used up its credit for buckets."""
