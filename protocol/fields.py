@@ -59,7 +59,7 @@ Counts = Annotated[tuple[int, ...], Field(listed(count, MAX_LIST))]
 Stated = Annotated[int, Field(integer(0, MAX_CLAIMED))]
 """A round or an epoch that a worker says it is in."""
 Rank = Annotated[int, Field(rank)]
-"""A rank, or a seat: the identity of a member for the life of a group."""
+"""A rank, or a member id: the identity of a member for the life of a group."""
 Ranks = Annotated[tuple[int, ...], Field(listed(rank, MAX_WORLD_SIZE))]
 AnyRank = Annotated[int, Field(any_rank)]
 """A rank, or -1 for none or any."""
@@ -76,7 +76,7 @@ Weight = Annotated[float, Field(number(0.0, MAX_WEIGHT))]
 Total = Annotated[float, Field(number(0.0, MAX_TOTAL))]
 """A sum of weights."""
 Weights = Annotated[tuple[float, ...], Field(weights)]
-"""Weights of the contributions that counted, by seat; negative ones are of contributions that are not finite."""
+"""Weights of the contributions that counted, by member id; negative ones are of contributions that are not finite."""
 Numel = Annotated[int, Field(integer(0, MAX_NUMEL))]
 """A number of elements or of samples."""
 Seed = Annotated[int, Field(integer(0, MAX_SEED))]

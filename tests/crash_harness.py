@@ -182,7 +182,7 @@ class Durable(Member):
     fresh: set[int] = field(default_factory=set)
     """Tasks that it has said nothing about since Standing."""
     among: dict[ExchangeKey, tuple[int, ...]] = field(default_factory=dict)
-    """Seats that were present when it began an exchange."""
+    """Members that were present when it began an exchange."""
     told: Opened | None = None
     """The answer about the latest round that it has followed in."""
     asked: int = -1
@@ -199,7 +199,7 @@ class Durable(Member):
     @property
     def follows(self) -> bool:
         """True if it has no data for the present round, and does what the others do."""
-        return self.cluster.plan.is_shared and self.round >= self.crashing.data_ends.get(self.seat, self.round + 1)
+        return self.cluster.plan.is_shared and self.round >= self.crashing.data_ends.get(self.member_id, self.round + 1)
 
     @property
     def crashing(self) -> Crashing:
@@ -220,7 +220,7 @@ class Durable(Member):
 
     def task(self, key: ExchangeKey, operation: Operation) -> Task:
         task = super().task(key, operation)
-        self.among[key] = self.seats
+        self.among[key] = self.member_ids
         if key.stream == Stream.BUCKET and self.follows:
             task.weight, task.values = 0.0, None
         return task
@@ -262,7 +262,7 @@ class Durable(Member):
                 takes = self.gets(task, index) or task.operation.kind in PORTIONED
                 task.answers[index] = weight, payload if takes else None
                 if key.stream == Stream.BUCKET:
-                    bad = {seat for seat, own in enumerate(message.weights) if own < 0}
+                    bad = {member_id for member_id, own in enumerate(message.weights) if own < 0}
                     assert bad == set(message.nonfinite) <= self.cluster.not_finite(task.key, index)
                     skips = bad and self.cluster.nonfinite is OnNonFinite.SKIP
                     assert weight == (0 if skips else sum(own for own in message.weights if own > 0))
@@ -287,7 +287,7 @@ class Durable(Member):
         if kind in PORTIONED:
             return False
         owner = self.among[task.key][task.layout.owner(index)] if kind is Kind.REDUCE_SCATTER else 0
-        return kind is Kind.BARRIER or gets(task.operation, self.seat, task.key, owner)
+        return kind is Kind.BARRIER or gets(task.operation, self.member_id, task.key, owner)
 
     def is_personal(self, task: Task, index: int) -> bool:
         """Return whether its result of a slice is its own, or only others get any: it keeps nothing of that."""
@@ -311,7 +311,7 @@ class Durable(Member):
         for (part, slice_), (number, outcome, weights) in self.kept.items():
             if bucket(number, part) == key and slice_ == index:
                 return outcome, weights
-        raise AssertionError((self.seat, key, index))
+        raise AssertionError((self.member_id, key, index))
 
     def spans(self) -> Iterator[Span]:
         """Yield what it holds, slice by slice."""
@@ -378,14 +378,16 @@ class Crashing(Cluster):
         welcomes = self.harness.only(range(world), Welcome)
         self.harness.agree_beside(self.modules, world)
         self.members = {
-            seat: Durable(seat, self, 1, tuple(range(world)), token=welcome.token, connection=SEATS + seat)
-            for seat, welcome in enumerate(welcomes)
+            member_id: Durable(
+                member_id, self, 1, tuple(range(world)), token=welcome.token, connection=SEATS + member_id
+            )
+            for member_id, welcome in enumerate(welcomes)
         }
         self.fuses = list(fuses)
         self.connections = 1000
         self.crashes = 0
         self.data_ends: dict[int, int] = {}
-        """The first round for which a seat has no data: it follows the others."""
+        """The first round for which a member has no data: it follows the others."""
         self.dies_along: list[int] = []
         """The member that dies with each lost coordinator, in turn; -1 for none."""
 
@@ -442,14 +444,14 @@ class Crashing(Cluster):
         member.connection, member.resuming, member.standing = self.connections, True, False
         member.is_new = True
         latest = max([member.epoch, *member.announced])
-        message = Resume("default", member.seat, member.token, latest, self.plan.hash)
+        message = Resume("default", member.member_id, member.token, latest, self.plan.hash)
         self.harness.receive(member.connection, message)
 
     def read(self, member: Durable) -> None:
         message, payloads = self.harness.inbox[member.connection].pop(0)
         member.take(message, bytes(payloads[0]) if payloads else None)
         if member.failure is not None:
-            self.gone[member.seat] = self.members.pop(member.seat)
+            self.gone[member.member_id] = self.members.pop(member.member_id)
 
     def section_of(self, number: int) -> int:
         """Return the section of round ``number`` in the program."""
@@ -496,13 +498,13 @@ class Crashing(Cluster):
         begins = task.key.stream and (not index or id(task) in member.fresh)
         member.fresh.discard(id(task))
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
-        self.pushed.setdefault((task.key, index), {})[member.seat] = task
+        self.pushed.setdefault((task.key, index), {})[member.member_id] = task
         push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
         self.harness.receive(member.connection, push, *([] if payload is None else [payload]))
 
-    def break_line(self, seat: int, noticed: bool = True) -> None:
+    def break_line(self, member_id: int, noticed: bool = True) -> None:
         """Break a member's connection. Some of what was sent to it has arrived."""
-        member = self.members.get(seat)
+        member = self.members.get(member_id)
         if member is not None and member.connection >= 0:
             self.cut_off(member)
             connection, member.connection, member.holding = member.connection, -1, False
@@ -518,13 +520,13 @@ class Crashing(Cluster):
                 break  # its answer would not arrive
             member.take(message, bytes(payloads[0]) if payloads else None)
             if member.failure is not None:
-                self.gone[member.seat] = self.members.pop(member.seat)
+                self.gone[member.member_id] = self.members.pop(member.member_id)
                 break
 
-    def remove(self, seat: int, politely: bool = False) -> None:
+    def remove(self, member_id: int, politely: bool = False) -> None:
         """Let a member die or leave, unless it is the last."""
-        if seat in self.members and len(self.members) > 1:
-            member = self.gone[seat] = self.members.pop(seat)
+        if member_id in self.members and len(self.members) > 1:
+            member = self.gone[member_id] = self.members.pop(member_id)
             connection, member.connection = member.connection, -1
             self.harness.inbox.pop(connection, None)
             if connection >= 0:
@@ -549,7 +551,7 @@ class Crashing(Cluster):
     # ── what must be ──────────────────────────────────────────────────────────────────────────────────
 
     def check(self, reduce: Reduce) -> None:
-        """Check that each contribution is its giver's own, once, in the order of seats, and that none is missing."""
+        """Check that each contribution is its giver's own, once, in the order of member ids, and that none lacks."""
         ranks = [contribution.rank for contribution in reduce.contributions]
         assert ranks == sorted(set(ranks))
         group = self.harness.engine.data.groups["default"]
@@ -562,20 +564,20 @@ class Crashing(Cluster):
                 part = self.part(task, reduce.slice) if portioned else np.asarray(task.values)[span]
                 assert bytes(given.payload) == part.tobytes()
         if reduce.key.stream == Stream.BUCKET:
-            for seat in group.members.present:
-                assert seat in ranks or not self.pushed[reduce.key, reduce.slice][seat].weight
+            for member_id in group.members.present:
+                assert member_id in ranks or not self.pushed[reduce.key, reduce.slice][member_id].weight
 
-    def portion(self, seat: int, key: ExchangeKey, index: int) -> bytes | None:
-        """Return the bytes that ``seat`` must get of a slice that depends on the participants.
+    def portion(self, member_id: int, key: ExchangeKey, index: int) -> bytes | None:
+        """Return the bytes that ``member_id`` must get of a slice that depends on the participants.
 
         It consists of the parts of all that were present when the slice began, as they saw it, and of nothing else.
         What a member gave to a coordinator that was lost, before it died, is in `pushed`, and no part of it.
         """
-        there = self.members[seat].among[key]
+        there = self.members[member_id].among[key]
         given = {other: self.pushed[key, index][other] for other in there}
         (operation,) = {task.operation for task in given.values()}
         (_,) = {task.epoch for task in given.values()}
-        return self.outcome(given, index, operation, seat)[1]
+        return self.outcome(given, index, operation, member_id)[1]
 
     def exchanged_in(self, number: int) -> range:
         """Return the buckets of round ``number`` that members have results of: one section, the same at all.
@@ -587,7 +589,7 @@ class Crashing(Cluster):
         keys = {task.key for member in self.members.values() for task in member.history if task.key[:2] == mine}
         (section,) = {self.plan.section_of(key.part).number for key in keys}
         assert section == latest[number]
-        some_have_data = any(number < self.data_ends.get(seat, number + 1) for seat in self.members)
+        some_have_data = any(number < self.data_ends.get(member_id, number + 1) for member_id in self.members)
         assert section == self.section_of(number) or (not some_have_data and section == self.plan.each[0].number)
         return self.plan.parts_of(section)
 
@@ -611,19 +613,21 @@ class Crashing(Cluster):
     def told(self, record: RoundRecord, task: Task, index: int) -> dict[int, Task]:
         """Return the tasks that counted in a slice of a bucket, by the ledger; a member that was cut, in a prefix."""
         pushed = self.pushed[task.key, index]
-        departed = {seat for seat, _, _ in record.cut}
-        slices = {(seat, part): count for seat, part, count in record.cut}
+        departed = {member_id for member_id, _, _ in record.cut}
+        slices = {(member_id, part): count for member_id, part, count in record.cut}
         found = {}
-        for seat, weight in enumerate(record.weights):
-            if weight and (seat not in departed or index < slices.get((seat, task.key.part), 0)):
-                assert pushed[seat].weight == weight
-                found[seat] = pushed[seat]
+        for member_id, weight in enumerate(record.weights):
+            if weight and (member_id not in departed or index < slices.get((member_id, task.key.part), 0)):
+                assert pushed[member_id].weight == weight
+                found[member_id] = pushed[member_id]
         return found
 
 
-def steady(salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int) -> tuple[float, Array | None]:
+def steady(
+    salt: int, member_id: int, key: ExchangeKey, operation: Operation, attempt: int
+) -> tuple[float, Array | None]:
     """Return a `contribution` with one weight for all buckets of a round, which is what is written."""
-    weight, values = contribution(salt, seat, key, operation, attempt)
+    weight, values = contribution(salt, member_id, key, operation, attempt)
     if key.stream == Stream.BUCKET:
-        weight = random.Random(f"{salt} {seat} {key.number}").choice([0.0, 0.5, 1.0, 1.0, 3.25])
+        weight = random.Random(f"{salt} {member_id} {key.number}").choice([0.0, 0.5, 1.0, 1.0, 3.25])
     return weight, values

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from gradserver.engine.order_fields import Seat
+from gradserver.engine.order_fields import Member
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.declared import fields_of
@@ -85,7 +85,7 @@ _of_types: Final[dict[Any, Strategy]] = {
     Scope: st.sampled_from(Scope),
     OnNonFinite: st.sampled_from(OnNonFinite),
     Lateness: st.sampled_from([Lateness(3), Lateness(percent=75.0, keeps=False), Lateness(backup=2, grace=0.0)]),
-    Seat: st.builds(Seat, st.just(-1), st.text(max_size=20)),
+    Member: st.builds(Member, st.just(-1), st.text(max_size=20)),
     GradServerError: st.sampled_from(
         [NonFiniteError("NaN", worker="w1", rank=1, round=3), WorkerLostError("it died", worker="w1", rank=1)]
     ),

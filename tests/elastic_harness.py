@@ -69,7 +69,7 @@ from tests.engine_harness import (
 )
 
 Giver = Callable[[int, ExchangeKey, Operation, int], tuple[float, Array | None]]
-"""A function for what a seat gives: weight and values."""
+"""A function for what a member gives: weight and values."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Step:
 class Member:
     """A member that follows the program."""
 
-    seat: int
+    member_id: int
     cluster: Cluster
     epoch: int
-    seats: tuple[int, ...]
+    member_ids: tuple[int, ...]
     at: int = 0
     """The step of the program that it is in."""
     attempt: int = 0
@@ -105,20 +105,20 @@ class Member:
     """The last round that it was told is over."""
     announced: dict[int, Membership] = field(default_factory=dict)
     boundaries: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """The epoch and the seats in force after each round."""
+    """The epoch and the members in force after each round."""
     collectives: int = 0
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     history: list[Task] = field(default_factory=list)
     changes: int = 0
     line: int = -1
-    """Its connection; by default that of its seat."""
+    """Its connection; by default that of its member."""
     side: list[Task] = field(default_factory=list)
     """States that it sends."""
     opened: Opens | None = None
     """The section that it has named for the latest round."""
 
     def __post_init__(self) -> None:
-        self.line = self.seat if self.line < 0 else self.line
+        self.line = self.member_id if self.line < 0 else self.line
 
     @property
     def finished(self) -> bool:
@@ -130,7 +130,7 @@ class Member:
             assert message.key.number == self.round, "the end of another round"
             assert self.over < self.round, "a round that is over twice"
             self.over = self.round
-            self.boundaries[self.round] = self.epoch, self.seats
+            self.boundaries[self.round] = self.epoch, self.member_ids
 
     @property
     def must_ask(self) -> bool:
@@ -144,13 +144,13 @@ class Member:
         return [task for task in (*self.tasks, *self.side) if not task.done and task.sent < task.layout.count]
 
     def begin(self, step: Step) -> None:
-        world = len(self.seats)
+        world = len(self.member_ids)
         if step.kind is None:
             sizes = {part: self.cluster.buckets[part] for part in self.parts()}
             self.tasks = [self.task(bucket(self.round, part), all_reduce(size)) for part, size in sizes.items()]
         elif step.kind is Kind.TRANSFER:
-            source, target = self.seats[step.root % world], self.seats[step.target % world]
-            if source != target and self.seat in (source, target):
+            source, target = self.member_ids[step.root % world], self.member_ids[step.target % world]
+            if source != target and self.member_id in (source, target):
                 number = self.pairs[source, target] = self.pairs.get((source, target), -1) + 1
                 operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, step.numel)
                 self.tasks = [self.task(transfer(number, source, target), operation)]
@@ -165,28 +165,28 @@ class Member:
         return self.cluster.parts_of(self.round)
 
     def operation(self, step: Step) -> Operation:
-        world = len(self.seats)
+        world = len(self.member_ids)
         match step.kind:
             case Kind.BARRIER:
                 return Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
             case Kind.BROADCAST:
-                return Operation(Kind.BROADCAST, Op.NONE, FLOAT32, step.numel, self.seats[step.root % world])
+                return Operation(Kind.BROADCAST, Op.NONE, FLOAT32, step.numel, self.member_ids[step.root % world])
             case Kind.ALL_GATHER:
                 return Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, step.numel)
             case Kind.REDUCE_SCATTER:
                 return Operation(Kind.REDUCE_SCATTER, Op.MEAN, FLOAT32, step.numel * world)
             case Kind.GATHER:
-                return Operation(Kind.GATHER, Op.NONE, FLOAT32, step.numel, self.seats[step.root % world])
+                return Operation(Kind.GATHER, Op.NONE, FLOAT32, step.numel, self.member_ids[step.root % world])
             case Kind.SCATTER:
-                return Operation(Kind.SCATTER, Op.NONE, FLOAT32, step.numel * world, self.seats[step.root % world])
+                return Operation(Kind.SCATTER, Op.NONE, FLOAT32, step.numel * world, self.member_ids[step.root % world])
             case Kind.ALL_TO_ALL:
                 return Operation(Kind.ALL_TO_ALL, Op.NONE, FLOAT32, step.numel * world)
         return all_reduce(step.numel)
 
     def task(self, key: ExchangeKey, operation: Operation) -> Task:
-        weight, values = self.cluster.give(self.seat, key, operation, self.attempt)
+        weight, values = self.cluster.give(self.member_id, key, operation, self.attempt)
         epoch = self.epoch if operation.kind in WORLD_BOUND or operation.kind is Kind.TRANSFER else 0
-        task = Task(key, operation, layout_of(operation, len(self.seats)), values, weight, epoch)
+        task = Task(key, operation, layout_of(operation, len(self.member_ids)), values, weight, epoch)
         self.history.append(task)
         return task
 
@@ -209,7 +209,7 @@ class Member:
                 assert not task.done, "a failure of what has ended"
                 task.error = message.exception()
             case Membership():
-                assert self.seat in message.seats
+                assert self.member_id in message.member_ids
                 self.announced[message.epoch] = message
             case RoundDone(number, epoch, transfers):
                 assert number == self.round, "the end of another round"
@@ -217,8 +217,10 @@ class Member:
                 self.over = number
                 self.adopt(epoch, number)
                 self.side = [task for task in self.side if not task.done]
-                self.side += [state(one, number + 1, self.seat) for one in transfers if one.donor == self.seat]
-                self.boundaries[number] = self.epoch, self.seats
+                self.side += [
+                    state(one, number + 1, self.member_id) for one in transfers if one.donor == self.member_id
+                ]
+                self.boundaries[number] = self.epoch, self.member_ids
             case _:
                 raise AssertionError(message)
         self.go_on()
@@ -246,17 +248,17 @@ class Member:
 
     def adopt(self, epoch: int, ended: int) -> None:
         if epoch > self.epoch or (epoch in self.announced and self.announced[epoch].entering):
-            there = self.announced[epoch].behind(ended).seats
-            new = set(there).difference(self.seats)
+            there = self.announced[epoch].behind(ended).member_ids
+            new = set(there).difference(self.member_ids)
             self.pairs = {pair: number for pair, number in self.pairs.items() if not new.intersection(pair)}
-            self.epoch, self.seats = epoch, there
+            self.epoch, self.member_ids = epoch, there
 
 
-def state(transfer: Transfer, number: int, seat: int) -> Task:
+def state(transfer: Transfer, number: int, member_id: int) -> Task:
     """Return the transfer of a state, which is the number of the next round."""
     key = ExchangeKey(2, 0, STATE_TAG + transfer.number, transfer.donor, transfer.learner)
     operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 6)
-    values = floats(*[number] * 6) if seat == transfer.donor else None
+    values = floats(*[number] * 6) if member_id == transfer.donor else None
     return Task(key, operation, layout_of(operation, 2), values, 1.0, 0)
 
 
@@ -289,9 +291,9 @@ class Newcomer(Member):
         match message:
             case Failure(scope=Scope.CONNECTION):
                 self.refused = message.text
-            case Welcome(seats=seats) if not self.inside:
+            case Welcome(member_ids=member_ids) if not self.inside:
                 assert message.joins
-                self.seat, self.seats, self.epoch = seats[message.rank], seats, message.epoch
+                self.member_id, self.member_ids, self.epoch = member_ids[message.rank], member_ids, message.epoch
                 self.cluster.harness.receive(SEATS + self.line, proposal(modules, 0), modules[0].encoded)
             case Agreed():
                 self.agreed += 1
@@ -303,8 +305,8 @@ class Newcomer(Member):
             case RoundDone(number, _, transfers) if not self.inside:
                 self.over = number
                 for transfer in transfers:
-                    if transfer.learner == self.seat:
-                        self.tasks = [state(transfer, number + 1, self.seat)]
+                    if transfer.learner == self.member_id:
+                        self.tasks = [state(transfer, number + 1, self.member_id)]
                         self.number, self.listens, self.begins = transfer.number, not transfer.waits, -1
                 self.catch_up()
             case Entered(number):
@@ -385,7 +387,7 @@ class Cluster:
         self.harness.assemble(world)
         self.harness.agree_beside(self.modules, world)
         self.random = random.Random(seed)
-        self.members = {seat: Member(seat, self, 1, tuple(range(world))) for seat in range(world)}
+        self.members = {member_id: Member(member_id, self, 1, tuple(range(world))) for member_id in range(world)}
         self.gone: dict[int, Member] = {}
         self.newcomers: list[Newcomer] = []
         """Workers that do not contribute yet."""
@@ -394,7 +396,7 @@ class Cluster:
         self.at: dict[int, Callable[[], object]] = {}
         """Further events, by step."""
         self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
-        """What each seat has pushed of each slice."""
+        """What each member has pushed of each slice."""
 
     def parts_of(self, number: int) -> range:
         """Return the buckets that the program exchanges in round ``number``."""
@@ -446,8 +448,8 @@ class Cluster:
         operation, epoch = (task.operation, task.epoch) if begins else (None, 0)
         by = self.pushed.get((task.key, index))
         if by is None or (task.key.stream == 2 and all(other.done for other in by.values())):
-            by = self.pushed[task.key, index] = {}  # transfers count anew when another worker has the seat
-        by[member.seat] = task
+            by = self.pushed[task.key, index] = {}  # transfers count anew when another worker has the member
+        by[member.member_id] = task
         task.mates[index] = by
         push = Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch)
         self.harness.receive(SEATS + member.line, push, *([] if payload is None else [payload]))
@@ -477,7 +479,7 @@ class Cluster:
 
     def joined(self, newcomer: Newcomer) -> None:
         self.newcomers.remove(newcomer)
-        self.members[newcomer.seat] = newcomer
+        self.members[newcomer.member_id] = newcomer
         self.harness.receive(SEATS + newcomer.line, Serve())
 
     def give_up(self, index: int) -> None:
@@ -490,12 +492,12 @@ class Cluster:
             self.harness.lose(newcomer.line)
             self.harness.inbox.pop(SEATS + newcomer.line, None)
 
-    def remove(self, seat: int, politely: bool = False) -> None:
+    def remove(self, member_id: int, politely: bool = False) -> None:
         """Let a member die or leave, unless it is the last."""
-        if seat in self.members and len(self.members) > 1:
+        if member_id in self.members and len(self.members) > 1:
             self.deliver()
-        if seat in self.members and len(self.members) > 1:
-            gone = self.gone[seat] = self.members.pop(seat)
+        if member_id in self.members and len(self.members) > 1:
+            gone = self.gone[member_id] = self.members.pop(member_id)
             self.past.append(gone)
             if politely:
                 self.harness.leave(gone.line)
@@ -504,21 +506,21 @@ class Cluster:
             self.harness.inbox.pop(SEATS + gone.line, None)
 
     def expected(
-        self, key: ExchangeKey, index: int, operation: Operation, seat: int = -1
+        self, key: ExchangeKey, index: int, operation: Operation, member_id: int = -1
     ) -> tuple[float, bytes | None]:
-        """Return the weight and bytes of a slice, from what was pushed in the order of seats; or ``seat``'s portion."""
-        return self.outcome(self.pushed[key, index], index, operation, seat)
+        """Return weight and bytes of a slice, from what members pushed, in their order; or ``member_id``'s portion."""
+        return self.outcome(self.pushed[key, index], index, operation, member_id)
 
     def outcome(
-        self, pushed: dict[int, Task], index: int, operation: Operation, seat: int = -1
+        self, pushed: dict[int, Task], index: int, operation: Operation, member_id: int = -1
     ) -> tuple[float, bytes | None]:
         """Return the same, if these had pushed it."""
         bad = self.not_finite_of(pushed, index, operation)
         if bad and self.nonfinite is OnNonFinite.SKIP:
             return 0, None
-        tasks = {seat: task for seat, task in sorted(pushed.items()) if seat not in bad}
+        tasks = {member_id: task for member_id, task in sorted(pushed.items()) if member_id not in bad}
         total = sum(task.weight for task in tasks.values())
-        gave = {seat: task for seat, task in tasks.items() if task.values is not None}
+        gave = {member_id: task for member_id, task in tasks.items() if task.values is not None}
         if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
             if not any(task.weight > 0 for task in gave.values()):
                 return total, None
@@ -531,13 +533,13 @@ class Cluster:
         if not gave:
             return total, None
         if operation.kind in PORTIONED:
-            place = list(tasks).index(seat)
+            place = list(tasks).index(member_id)
             rows = [self.part(task, index).reshape(len(tasks), -1)[place] for task in gave.values()]
             return total, b"".join(row.tobytes() for row in rows)
         return total, b"".join(self.part(task, index).tobytes() for task in gave.values())
 
     def not_finite(self, key: ExchangeKey, index: int) -> set[int]:
-        """Return the seats that have pushed a value to a slice that is not finite, and counts."""
+        """Return the members that have pushed a value to a slice that is not finite, and counts."""
         pushed = self.pushed.get((key, index), {})
         return self.not_finite_of(pushed, index, next(iter(pushed.values())).operation) if pushed else set()
 
@@ -545,9 +547,9 @@ class Cluster:
         """Return the same, if these had pushed it."""
         if not self.nonfinite.sifts or operation.op is not Op.MEAN:
             return set()
-        gave = {seat: task for seat, task in pushed.items() if task.values is not None and task.weight > 0}
-        buckets = {seat: task for seat, task in gave.items() if task.key.stream == Stream.BUCKET}
-        return {seat for seat, task in buckets.items() if not np.isfinite(self.part(task, index)).all()}
+        gave = {member_id: task for member_id, task in pushed.items() if task.values is not None and task.weight > 0}
+        buckets = {member_id: task for member_id, task in gave.items() if task.key.stream == Stream.BUCKET}
+        return {member_id for member_id, task in buckets.items() if not np.isfinite(self.part(task, index)).all()}
 
     @staticmethod
     def part(task: Task, index: int) -> Array:
@@ -556,12 +558,12 @@ class Cluster:
 
 
 def contribution(
-    salt: int, seat: int, key: ExchangeKey, operation: Operation, attempt: int
+    salt: int, member_id: int, key: ExchangeKey, operation: Operation, attempt: int
 ) -> tuple[float, Array | None]:
-    """Return weight and values that ``seat`` gives, of very different magnitudes, so that the order of a sum shows."""
-    chance = random.Random(f"{salt} {seat} {tuple(key)} {attempt}")
+    """Return weight and values of ``member_id``, of very different magnitudes, so that the order of a sum shows."""
+    chance = random.Random(f"{salt} {member_id} {tuple(key)} {attempt}")
     weight = chance.choice([0.0, 0.5, 1.0, 1.0, 3.25])
-    if not gives(operation, seat, key):
+    if not gives(operation, member_id, key):
         return weight, None
     if operation.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) and chance.random() < 0.15:
         return weight, None

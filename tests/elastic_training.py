@@ -30,13 +30,13 @@ VICTIM, FATAL = 2, 3
 """The worker that stops, and the step."""
 
 
-def train(worker: Worker, seat: int, after: Callable[[int], None]) -> dict[str, Tensor]:
-    """Train on the rows that belong to ``seat``, with any other members. ``after`` runs after each step."""
+def train(worker: Worker, member_id: int, after: Callable[[int], None]) -> dict[str, Tensor]:
+    """Train on the rows that belong to ``member_id``, with any other members. ``after`` runs after each step."""
     model = DistributedDataParallel(Transformer(), worker)
     optimizer = sgd(model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, *shard(seat, WORLD, *tokens(step, ROWS))).backward()
+        loss_of(model, *shard(member_id, WORLD, *tokens(step, ROWS))).backward()
         optimizer.step()
         after(step)
     return state_of(model.module)
@@ -70,20 +70,20 @@ def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
     bucket_of = {component.name: part for part, bucket in enumerate(plan.buckets) for component in bucket.components}
     for step in range(STEPS):
         gradients = []
-        for seat in range(WORLD):
+        for member_id in range(WORLD):
             optimizer.zero_grad()
-            loss_of(module, *shard(seat, WORLD, *tokens(step, ROWS))).backward()
+            loss_of(module, *shard(member_id, WORLD, *tokens(step, ROWS))).backward()
             gradients.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
         for name, parameter in module.named_parameters():
             counted = who(step, bucket_of[name])
-            parameter.grad = torch.stack([gradients[seat][name] for seat in counted]).sum(0) / len(counted)
+            parameter.grad = torch.stack([gradients[member_id][name] for member_id in counted]).sum(0) / len(counted)
         optimizer.step()
     return state_of(module)
 
 
-def main(url: str, seat: int, out: Path) -> None:
+def main(url: str, member_id: int, out: Path) -> None:
     torch.set_num_threads(1)
-    with gradserver.connect(url, seat, WORLD, name=f"w{seat}", timeout=60.0) as worker:
+    with gradserver.connect(url, member_id, WORLD, name=f"w{member_id}", timeout=60.0) as worker:
 
         def stop() -> None:
             say("halfway")
@@ -94,9 +94,9 @@ def main(url: str, seat: int, out: Path) -> None:
             if step == FATAL:
                 told()  # until the test has looked at the ledger
 
-        if seat == VICTIM:
+        if member_id == VICTIM:
             after_some_pushes(worker, FATAL, 2, stop)
-        torch.save(train(worker, seat, after), out)
+        torch.save(train(worker, member_id, after), out)
     say("ok")
 
 

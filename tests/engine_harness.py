@@ -270,7 +270,7 @@ class Harness:
 
     def epoch_of(self, rank: int, key: ExchangeKey, operation: Operation | None) -> int:
         """Return the epoch that ``rank`` gives with the first slice of an exchange, as a worker does."""
-        groups = [group for group in self.engine.control.groups.values() if group.seat_of(SEATS + rank) >= 0]
+        groups = [group for group in self.engine.control.groups.values() if group.member_id_of(SEATS + rank) >= 0]
         bound = operation is not None and operation.kind in WORLD_BOUND
         return groups[0].members.epoch if groups and (bound or key.stream == Stream.TRANSFER) else 0
 

@@ -82,35 +82,40 @@ class LateGroup(Group):
 
         Of a member that counts in part the ledger has the number of slices: they are a prefix at each data shard.
         """
-        said = {seat: slices for seat, bucket, slices in record.cut if bucket == part}
-        departed = {seat for seat, _, _ in record.cut}
-        always = [seat for seat, weight in enumerate(record.weights) if weight and seat not in departed]
-        partly = [seat for seat, weight in enumerate(record.weights) if weight and seat in departed]
+        said = {member_id: slices for member_id, bucket, slices in record.cut if bucket == part}
+        departed = {member_id for member_id, _, _ in record.cut}
+        always = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id not in departed]
+        partly = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id in departed]
         counted = dict.fromkeys(partly, 0)
         for index in range(layout.count):
             start, stop = layout.span(index)
             own = {
-                seat: carried.pop((seat, part, index), {}) | {record.round: self.weight(seat, record.round)}
-                for seat in range(self.size)
+                member_id: carried.pop((member_id, part, index), {})
+                | {record.round: self.weight(member_id, record.round)}
+                for member_id in range(self.size)
             }
             for some in _subsets(partly):
-                expected = self._mean_of({seat: own[seat] for seat in (*always, *some)}, part)[start:stop]
+                expected = self._mean_of({member_id: own[member_id] for member_id in (*always, *some)}, part)[
+                    start:stop
+                ]
                 if np.allclose(values[start:stop], expected, rtol=1e-9, atol=0):
                     break
             else:
                 raise AssertionError(f"slice {index} of bucket {part} is no mean of what counts: {record}")
-            for seat in some:
-                counted[seat] += 1
+            for member_id in some:
+                counted[member_id] += 1
             if self.keeps:
                 late = own.keys() - {*always, *some}
-                carried.update({(seat, part, index): own[seat] for seat in late})
-        assert counted == {seat: said.get(seat, 0) for seat in partly}, f"the ledger counts other slices: {record}"
+                carried.update({(member_id, part, index): own[member_id] for member_id in late})
+        assert counted == {member_id: said.get(member_id, 0) for member_id in partly}, (
+            f"the ledger counts other slices: {record}"
+        )
 
     def _mean_of(self, given: dict[int, dict[int, float]], part: int) -> Doubles:
-        """Return the mean of what some seats give: the weights of their own gradients, by round."""
+        """Return the mean of what some members give: the weights of their own gradients, by round."""
         sums, total = np.zeros(self.buckets[part]), 0.0
-        for seat, shares in given.items():
+        for member_id, shares in given.items():
             for number, share in shares.items():
-                sums += share * self.given(seat, number, part)
+                sums += share * self.given(member_id, number, part)
                 total += share
         return sums / total if total else sums

@@ -31,28 +31,31 @@ class LossyGroup(Group):
         self.lossy = Plan(tuple(replace(one, codec=codec_of(codec)) for one in plan_of(*sizes).buckets))
         super().__init__(world, self.lossy, Policy(1, 8))
         self.random = random.Random(seed)
-        self.seats, self.number = list(range(world)), 0
+        self.member_ids, self.number = list(range(world)), 0
         self.first_line = SEATS
-        """The connection of seat 0."""
+        """The connection of member 0."""
         self.kept: dict[tuple[int, int, int], Array] = {}
-        """The residual of each seat, by bucket and slice."""
+        """The residual of each member, by bucket and slice."""
         self.results: dict[tuple[int, int, int], list[bytes]] = defaultdict(list)
         """Results that members were sent, by round, bucket and slice."""
 
     def round(self, dies: int = -1) -> None:
         """Let all push all buckets, each in its order. One may die when it has pushed half of its slices."""
         due = [
-            (seat, part) for seat in self.seats for part in range(len(self.lossy.buckets)) for _ in self.slices(part)
+            (member_id, part)
+            for member_id in self.member_ids
+            for part in range(len(self.lossy.buckets))
+            for _ in self.slices(part)
         ]
         self.random.shuffle(due)
         pushed: dict[tuple[int, int], int] = defaultdict(int)
-        for step, (seat, part) in enumerate(due):
-            if dies in self.seats and step == len(due) // 2:
-                self.seats.remove(dies)
+        for step, (member_id, part) in enumerate(due):
+            if dies in self.member_ids and step == len(due) // 2:
+                self.member_ids.remove(dies)
                 self.harness.lose(dies, ended=True)
-            if seat in self.seats:
-                self.push(seat, part, pushed[seat, part])
-                pushed[seat, part] += 1
+            if member_id in self.member_ids:
+                self.push(member_id, part, pushed[member_id, part])
+                pushed[member_id, part] += 1
             while self.harness.reduces and self.random.random() < 0.5:
                 self.reduce()
         while self.harness.reduces:
@@ -62,18 +65,18 @@ class LossyGroup(Group):
     def slices(self, part: int) -> range:
         return range(layout_of(self.lossy.buckets[part].operation, 2).count)
 
-    def push(self, seat: int, part: int, index: int) -> None:
+    def push(self, member_id: int, part: int, index: int) -> None:
         """Encode a slice, with its residual, and push it."""
         operation = self.lossy.buckets[part].operation
         start, stop = layout_of(operation, 2).span(index)
         whole = floats(*[self.random.gauss(0.0, 1.0) for _ in range(start, stop)])
-        whole += self.kept.get((seat, part, index), np.float32(0))
+        whole += self.kept.get((member_id, part, index), np.float32(0))
         seed, decoded = seed_of(self.number, part, index), np.empty_like(whole)
         payload = bytes(operation.codec.encode(whole, seed=seed))
         operation.codec.decode(payload, whole.size, decoded, seed)
-        self.kept[seat, part, index] = whole - decoded
-        push = Push(bucket(self.number, part), index, 1.0 + seat, True)
-        self.harness.receive(self.first_line + seat, push, payload)
+        self.kept[member_id, part, index] = whole - decoded
+        push = Push(bucket(self.number, part), index, 1.0 + member_id, True)
+        self.harness.receive(self.first_line + member_id, push, payload)
 
     def reduce(self) -> None:
         command = self.harness.reduces.pop(0)
@@ -83,8 +86,8 @@ class LossyGroup(Group):
 
     def read(self) -> None:
         """Take what has come: results, and the end of the round."""
-        for seat in self.seats:
-            waiting = self.harness.inbox.pop(self.first_line + seat, [])
+        for member_id in self.member_ids:
+            waiting = self.harness.inbox.pop(self.first_line + member_id, [])
             for message, payloads in waiting:
                 if isinstance(message, Result):
                     place = message.key.number, message.key.part, message.slice
@@ -96,10 +99,10 @@ class LossyGroup(Group):
         """Lose the coordinator with its residuals. All members return between two rounds."""
         self.harness.restart()
         self.first_line = BACK
-        for seat in self.seats:
-            self.resume(seat, epoch=1)
-        for seat in self.seats:
-            self.hold(seat, self.number)
+        for member_id in self.member_ids:
+            self.resume(member_id, epoch=1)
+        for member_id in self.member_ids:
+            self.hold(member_id, self.number)
         self.harness.inbox.clear()
 
 

@@ -110,10 +110,10 @@ class LossyGroup(Group):
 
     def _check_lossy(self, record: RoundRecord, part: int, values: Floats, layout: Layout) -> None:
         """Check that a bucket is what a coordinator makes of those that counted, slice by slice."""
-        cut = {seat: slices for seat, one, slices in record.cut if one == part}
-        departed = {seat for seat, _, _ in record.cut}
-        always = [seat for seat, weight in enumerate(record.weights) if weight and seat not in departed]
-        partly = [seat for seat, weight in enumerate(record.weights) if weight and seat in departed]
+        cut = {member_id: slices for member_id, one, slices in record.cut if one == part}
+        departed = {member_id for member_id, _, _ in record.cut}
+        always = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id not in departed]
+        partly = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id in departed]
         counted = dict.fromkeys(partly, 0)
         for index in range(layout.count):
             start, stop = layout.span(index)
@@ -123,10 +123,12 @@ class LossyGroup(Group):
                     break
             else:
                 raise AssertionError(f"slice {index} of bucket {part} is not what those make that count: {record}")
-            for seat in some:
-                counted[seat] += 1
-        for seat in partly:
-            assert counted[seat] == cut.get(seat, 0), f"the ledger counts other slices of {seat}: {record}"
+            for member_id in some:
+                counted[member_id] += 1
+        for member_id in partly:
+            assert counted[member_id] == cut.get(member_id, 0), (
+                f"the ledger counts other slices of {member_id}: {record}"
+            )
 
     def _makes(
         self, record: RoundRecord, members: list[int], part: int, index: int, layout: Layout, values: Floats
@@ -157,10 +159,10 @@ class LossyGroup(Group):
     ) -> Iterator[list[Contribution]]:
         """Yield what these members may have given: an id may have been two processes'."""
         choices = []
-        for seat in members:
-            uids = sorted(self.pushed[seat, record.round], reverse=True)
+        for member_id in members:
+            uids = sorted(self.pushed[member_id, record.round], reverse=True)
             sent = [payload for uid in uids for payload in self.sent.get((uid, record.round, part, index), ())]
-            choices.append([Contribution(seat, weight, payload) for weight, payload in sent])
+            choices.append([Contribution(member_id, weight, payload) for weight, payload in sent])
         yield from (list(choice) for choice in product(*choices))
 
     def _make(

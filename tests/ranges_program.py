@@ -12,10 +12,10 @@ from gradserver.protocol.plan import simple_plan
 from tests.worker_programs import say
 
 
-def main(url: str, seat: int) -> None:
-    with gradserver.connect(url, seat, 3, name=f"w{seat}", timeout=30.0) as worker:
+def main(url: str, member_id: int) -> None:
+    with gradserver.connect(url, member_id, 3, name=f"w{member_id}", timeout=30.0) as worker:
         worker.agree(simple_plan([("a", 70_000), ("b", 300_000)], FLOAT32))
-        data = gradserver.DataRanges(300, worker, batch_size=3 + seat, seed=3)
+        data = gradserver.DataRanges(300, worker, batch_size=3 + member_id, seed=3)
         gradients = [np.ones(70_000, np.float32), np.ones(300_000, np.float32)]
         while not data.finished():
             weight = float(len(data.take()))

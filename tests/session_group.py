@@ -191,7 +191,7 @@ class Node:
     def _collect(self, act: Act) -> None:
         worker = self.worker
         assert worker is not None
-        ids = worker._session.membership.seats
+        ids = worker._session.membership.member_ids
         try:
             value = COLLECTIVES[act.kind](self, worker, act)
             self.outcomes[self.at] = Outcome(ids, value)
@@ -512,14 +512,14 @@ class Group:
                 if node in self.nodes and node.rounds[number].counts:
                     own, member = self.weight(node.uid, number), node.member_id
                     assert record.weights[member] == own, f"{node.name} finished round {number} and does not count"
-                    assert all(seat != member for seat, _, _ in record.cut), f"{node.name} counts in part"
+                    assert all(member_id != member for member_id, _, _ in record.cut), f"{node.name} counts in part"
 
     def _check_bucket(self, record: RoundRecord, part: int, values: Doubles, layout: Layout) -> set[float]:
         """Check that a bucket is the mean of those that counted, slice by slice. Return the weights of the slices."""
-        cut = {seat: slices for seat, one, slices in record.cut if one == part}
-        departed = {seat for seat, _, _ in record.cut}
-        always = [seat for seat, weight in enumerate(record.weights) if weight and seat not in departed]
-        partly = [seat for seat, weight in enumerate(record.weights) if weight and seat in departed]
+        cut = {member_id: slices for member_id, one, slices in record.cut if one == part}
+        departed = {member_id for member_id, _, _ in record.cut}
+        always = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id not in departed]
+        partly = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id in departed]
         counted, sums = dict.fromkeys(partly, 0), set[float]()
         for index in range(layout.count):
             start, stop = layout.span(index)
@@ -530,23 +530,27 @@ class Group:
                     break
             else:
                 raise AssertionError(f"slice {index} of bucket {part} of round {record.round} is no mean: {record}")
-            for seat in some:
-                counted[seat] += 1
-            sums.add(sum(record.weights[seat] for seat in members))
-        for seat in partly:
-            assert counted[seat] == cut.get(seat, 0), f"the ledger counts other slices of {seat}: {record}"
+            for member_id in some:
+                counted[member_id] += 1
+            sums.add(sum(record.weights[member_id] for member_id in members))
+        for member_id in partly:
+            assert counted[member_id] == cut.get(member_id, 0), (
+                f"the ledger counts other slices of {member_id}: {record}"
+            )
         return sums or {sum(record.weights)}
 
     def _mean(self, record: RoundRecord, members: list[int], part: int, start: int, stop: int) -> Doubles:
         """Return the exact mean of some members' contributions, rounded once: the sums and the total are exact."""
-        number, total = record.round, sum(record.weights[seat] for seat in members)
+        number, total = record.round, sum(record.weights[member_id] for member_id in members)
         if not total:
             return np.zeros(stop - start)
         sums = np.zeros(stop - start)
-        for seat in members:
-            uids = [uid for uid in self.pushed[seat, number] if self.weight(uid, number) == record.weights[seat]]
-            assert uids, f"member {seat} did not give that weight to round {number}"
-            sums += record.weights[seat] * self.given(max(uids), number, part)[start:stop]
+        for member_id in members:
+            uids = [
+                uid for uid in self.pushed[member_id, number] if self.weight(uid, number) == record.weights[member_id]
+            ]
+            assert uids, f"member {member_id} did not give that weight to round {number}"
+            sums += record.weights[member_id] * self.given(max(uids), number, part)[start:stop]
         return sums / total
 
     def _check_states(self) -> None:

@@ -247,7 +247,7 @@ class Spread(Durable):
 
     def send_state(self, transfer: Transfer, number: int) -> None:
         """Send the state of the boundary before round ``number`` to a worker that joins."""
-        task = state(transfer, number, self.seat)
+        task = state(transfer, number, self.member_id)
         task.layout = self.spread.share(task).layout
         self.states.append(task)
         self.side = [*(other for other in self.side if not other.done), task]
@@ -298,7 +298,7 @@ class Spread(Durable):
                 assert self.said.get(place) == self.heard.get(place), "a result behind Resumed"
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
-                    bad = {seat for seat, own in enumerate(message.weights) if own < 0}
+                    bad = {member_id for member_id, own in enumerate(message.weights) if own < 0}
                     assert bad == set(message.nonfinite) <= self.cluster.not_finite(task.key, index)
                     skips = bad and self.cluster.nonfinite is OnNonFinite.SKIP
                     assert weight == (0 if skips else sum(own for own in message.weights if own > 0))
@@ -306,7 +306,7 @@ class Spread(Durable):
                 self.go_on()
             case RoundDone(number, epoch, transfers):
                 for transfer in transfers:
-                    if transfer.donor == self.seat:
+                    if transfer.donor == self.member_id:
                         self.send_state(transfer, number + 1)
                 if number == self.round - 1:
                     return  # once more, as shards have made it once more
@@ -321,7 +321,7 @@ class Spread(Durable):
     def go_on(self) -> None:
         if self.tasks and all(task.done for task in self.tasks) and self.over == self.round in self.ended:
             self.adopt(self.ended.pop(self.round), self.round)
-            self.boundaries[self.round] = self.epoch, self.seats
+            self.boundaries[self.round] = self.epoch, self.member_ids
         super().go_on()
 
     def weight(self) -> float:
@@ -368,15 +368,15 @@ class Sharded(Crashing):
         for _ in rates[1:]:
             self.harness.start_shard()
         self.settle()
-        lines = {seat: self.harness.number() for seat in range(world)}
-        for seat, line in lines.items():
-            self.harness.feed(Received(line, Join("default", f"w{seat}", seat, world, TIMEOUT)))
-        seats = tuple(range(world))
-        for seat, line in lines.items():
+        lines = {member_id: self.harness.number() for member_id in range(world)}
+        for member_id, line in lines.items():
+            self.harness.feed(Received(line, Join("default", f"w{member_id}", member_id, world, TIMEOUT)))
+        member_ids = tuple(range(world))
+        for member_id, line in lines.items():
             ((welcome, _),) = self.harness.waiting.pop(line)
             assert isinstance(welcome, Welcome)
             places = set(range(len(rates)))
-            one = self.members[seat] = Spread(seat, self, 1, seats, token=welcome.token, connection=line)
+            one = self.members[member_id] = Spread(member_id, self, 1, member_ids, token=welcome.token, connection=line)
             one.lines, one.urls, one.version, one.stands = {0: line}, welcome.shards, welcome.epoch, places
             one.attending = places - {0}
         self.settle()
@@ -498,7 +498,7 @@ class Sharded(Crashing):
         message, payloads = self.harness.waiting[member.lines[place]].popleft()
         member.hear(place, message, bytes(payloads[0]) if payloads else None)
         if member.failure is not None:
-            self.gone[member.seat] = self.members.pop(member.seat)
+            self.gone[member.member_id] = self.members.pop(member.member_id)
 
     def attend(self, member: Spread, place: int) -> None:
         member.attending.discard(place)
@@ -508,7 +508,7 @@ class Sharded(Crashing):
             return
         member.lines[place] = line = self.harness.number()
         member.awaited.add(place)
-        attend = Attend("default", member.version, member.seat, member.token)
+        attend = Attend("default", member.version, member.member_id, member.token)
         self.harness.feed_at(process, Received(line, attend))
 
     def process_at(self, member: Spread, place: int) -> int:
@@ -526,7 +526,7 @@ class Sharded(Crashing):
         member.heard, member.said, member.stands, member.resuming = {}, {}, set(), True
         member.attending, member.awaited, member.is_new = set(), set(), True
         latest = max([member.epoch, *member.announced])
-        self.say_to(member, 0, Resume("default", member.seat, member.token, latest, self.plan.hash, True))
+        self.say_to(member, 0, Resume("default", member.member_id, member.token, latest, self.plan.hash, True))
 
     def hold_at(self, member: Spread, place: int) -> None:
         if member.version not in member.said.values():
@@ -551,16 +551,16 @@ class Sharded(Crashing):
             start, stop = task.layout.span(index)
             payload = task.values[start:stop].tobytes()
         operation = task.operation if begins and task.key.stream else None
-        self.pushed.setdefault((task.key, index), {})[member.seat] = task
+        self.pushed.setdefault((task.key, index), {})[member.member_id] = task
         epoch = task.epoch if operation is not None else 0
         self.say_to(
             member, place, Push(task.key, index, task.weight, payload is not None, operation, epoch=epoch), payload
         )
 
-    def break_line(self, seat: int, noticed: bool = True) -> None:
+    def break_line(self, member_id: int, noticed: bool = True) -> None:
         """Let a member lose its connections."""
-        if seat in self.members:
-            self.cut_lines(self.members[seat], noticed)
+        if member_id in self.members:
+            self.cut_lines(self.members[member_id], noticed)
 
     def cut_lines(self, member: Spread, noticed: bool) -> None:
         """Let a worker lose its connections. The other ends hear of it sooner or later."""
@@ -634,7 +634,7 @@ class Sharded(Crashing):
         self.light()
 
     def check(self, reduce: Reduce) -> None:
-        """Check that each contribution is its giver's own, once, in the order of seats."""
+        """Check that each contribution is its giver's own, once, in the order of members."""
         ranks = [contribution.rank for contribution in reduce.contributions]
         assert ranks == sorted(set(ranks))
         for given in reduce.contributions:

@@ -84,9 +84,9 @@ class Latecomer(Spread):
         match message:
             case Failure(scope=Scope.CONNECTION):
                 self.joinable.turned_away(self, place)
-            case Welcome(seats=seats):
+            case Welcome(member_ids=member_ids):
                 assert message.joins
-                self.seat, self.seats, self.epoch = seats[message.rank], seats, message.epoch
+                self.member_id, self.member_ids, self.epoch = member_ids[message.rank], member_ids, message.epoch
                 self.token, self.urls, self.version = message.token, message.shards, message.founded
                 self.stands = set(range(len(message.shards) + 1))
                 self.attending = self.stands - {0}
@@ -107,8 +107,8 @@ class Latecomer(Spread):
             case RoundDone(number, epoch, transfers):
                 self.over, self.ended[number] = number, epoch
                 for transfer in transfers:
-                    if transfer.learner == self.seat:
-                        task = state(transfer, number + 1, self.seat)
+                    if transfer.learner == self.member_id:
+                        task = state(transfer, number + 1, self.member_id)
                         task.layout = self.spread.share(task).layout
                         self.states.append(task)
                         self.tasks, self.unasked, self.begins, self.ready_said = [task], {}, -1, False
@@ -259,8 +259,8 @@ class Joinable(Sharded):
 
     def came_in(self, newcomer: Latecomer) -> None:
         self.waiting.remove(newcomer)
-        assert newcomer.seat not in self.members
-        self.members[newcomer.seat] = newcomer
+        assert newcomer.member_id not in self.members
+        self.members[newcomer.member_id] = newcomer
 
     def turned_away(self, newcomer: Latecomer, place: int) -> None:
         """End a connection on which it was told why it cannot join."""

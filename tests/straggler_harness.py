@@ -33,8 +33,8 @@ Doubles = npt.NDArray[np.float64]
 class Wire:
     """A session's channel. What the session says arrives at once; what is sent to it arrives when the test says so."""
 
-    def __init__(self, cluster: LateCluster, seat: int) -> None:
-        self._cluster, self._seat = cluster, seat
+    def __init__(self, cluster: LateCluster, member_id: int) -> None:
+        self._cluster, self._seat = cluster, member_id
         self.receivers: dict[int, Receiver] = {}
         self.broken = False
 
@@ -73,7 +73,7 @@ class Wire:
 class LateMember:
     """One of the members."""
 
-    seat: int
+    member_id: int
     session: Session
     wire: Wire
     weights: list[float]
@@ -116,18 +116,18 @@ class LateCluster:
         self._assemble(len(rates))
 
     def _assemble(self, shards: int) -> None:
-        for seat in range(self.world):
-            wire = Wire(self, seat)
+        for member_id in range(self.world):
+            wire = Wire(self, member_id)
             session = Session(wire, 10.0)
-            session.join(Join("default", f"w{seat}", seat, self.world, 10.0))
+            session.join(Join("default", f"w{member_id}", member_id, self.world, 10.0))
             weights = [self.random.choice([0.5, 1.0, 2.0]) for _ in range(self.rounds)]
-            self.members[seat] = LateMember(seat, session, wire, weights)
+            self.members[member_id] = LateMember(member_id, session, wire, weights)
         self.deliver_all()
-        for seat, member in self.members.items():
+        for member_id, member in self.members.items():
             for shard in range(1, shards):
                 member.wire.receivers[shard] = ShardReceiver(member.session, shard)
                 if isinstance(self.harness, ShardedHarness):
-                    self.harness.welcomes[seat] = member.session.membership
+                    self.harness.welcomes[member_id] = member.session.membership
                 member.session.attend(shard, 10.0)
         self.deliver_all()
         for member in self.members.values():
@@ -140,24 +140,24 @@ class LateCluster:
 
     # ── what can happen ───────────────────────────────────────────────────────────────────────────────
 
-    def deliver(self, seat: int) -> bool:
+    def deliver(self, member_id: int) -> bool:
         """Hand a member the first message that waits for it."""
-        waiting = self.harness.inbox.get(SEATS + seat)
+        waiting = self.harness.inbox.get(SEATS + member_id)
         if not waiting:
             return False
         message, payloads = waiting.pop(0)
-        member, shard = self.members[seat], 0
+        member, shard = self.members[member_id], 0
         if isinstance(self.harness, ShardedHarness):
-            shard = self.harness.origins.get((id(message), SEATS + seat), 0)
-        if isinstance(message, Result) and seat in message.without:
+            shard = self.harness.origins.get((id(message), SEATS + member_id), 0)
+        if isinstance(message, Result) and member_id in message.without:
             slices = range(message.slice, message.slice + message.slices)
             member.without.update((message.key.number, message.key.part, index) for index in slices)
         member.wire.receivers[shard].receive(message, payloads)
         return True
 
-    def step(self, seat: int) -> bool:
+    def step(self, member_id: int) -> bool:
         """Let a member push its next bucket, or go to the next round."""
-        member = self.members[seat]
+        member = self.members[member_id]
         session = member.session
         if session.round == self.rounds:
             return False
@@ -165,7 +165,7 @@ class LateCluster:
         if left:
             part = self.random.choice(left)
             data = np.zeros(self.buckets[part] * self.numel)
-            data[seat * self.rounds + session.round :: self.numel] = 1.0
+            data[member_id * self.rounds + session.round :: self.numel] = 1.0
             member.data[part] = data
             weight = member.weights[session.round]
             member.handles[part] = session.push_bucket(part, data.view(np.uint8), weight, True)
@@ -199,16 +199,16 @@ class LateCluster:
         self.harness.pass_on(self.random.choice(busy))
         return True
 
-    def kill(self, seat: int) -> None:
+    def kill(self, member_id: int) -> None:
         """Let a member die, unless it is the last."""
-        if seat in self.members and len(self.members) > 1:
-            member = self.gone[seat] = self.members.pop(seat)
+        if member_id in self.members and len(self.members) > 1:
+            member = self.gone[member_id] = self.members.pop(member_id)
             member.wire.broken = True
-            self.harness.lose(seat)
+            self.harness.lose(member_id)
 
     def deliver_all(self) -> None:
         """Deliver until nothing is on its way."""
-        while any([self.pass_on(), *[self.deliver(seat) for seat in list(self.members)]]):
+        while any([self.pass_on(), *[self.deliver(member_id) for member_id in list(self.members)]]):
             pass
 
     def finish(self) -> None:

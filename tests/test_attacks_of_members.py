@@ -116,7 +116,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 def resume(attacker: Worker, epoch: int) -> Resume:
     welcome = attacker._session.membership
-    return Resume("default", welcome.seats[welcome.rank], welcome.token, epoch, PLAN.hash)
+    return Resume("default", welcome.member_ids[welcome.rank], welcome.token, epoch, PLAN.hash)
 
 
 def resumes_in_no_epoch(training: Training) -> None:

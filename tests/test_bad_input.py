@@ -608,7 +608,7 @@ def lying(result: Callable[[Push], list[bytes]]) -> Callable[[Sequence[bytes]], 
     def answer(frames: Sequence[bytes]) -> Sequence[bytes]:
         message, _ = decode(frames)
         if isinstance(message, Join):
-            return [encode(Welcome(message.group, 0, 1, 1 << 24, ("me", "nobody"), seats=(0, 1)))]
+            return [encode(Welcome(message.group, 0, 1, 1 << 24, ("me", "nobody"), member_ids=(0, 1)))]
         return result(message) if isinstance(message, Push) else [encode(Ping())]
 
     return answer

@@ -103,8 +103,8 @@ def _small_slices() -> Iterator[None]:
 
 numbers = st.sampled_from([0, 1, 2, 3, 7, 1000, 10**9, MAX_CLAIMED - 1, MAX_CLAIMED])
 counters = numbers | st.sampled_from([MAX_COUNTER - 1, MAX_COUNTER])
-seats = st.sampled_from([0, 1, 2, 3, MAX_WORLD_SIZE - 1])
-ranks = seats | st.just(-1)
+member_ids = st.sampled_from([0, 1, 2, 3, MAX_WORLD_SIZE - 1])
+ranks = member_ids | st.just(-1)
 weights = st.sampled_from([0.0, 1.0, 1e-30, MAX_WEIGHT])
 columns = st.sampled_from([(), (1.0,), (1.0, 1.0, 1.0), (MAX_WEIGHT,) * 3, (1.0,) * MAX_WORLD_SIZE])
 keys = st.builds(ExchangeKey, st.integers(0, 2), counters, counters | st.integers(0, 2), ranks, ranks)
@@ -164,7 +164,7 @@ lies = st.one_of(
     saying(Taken, counters),
     saying(Inquire, keys),
     saying(Enlist, texts, st.none() | weights.filter(lambda rate: rate < 1e6)),
-    saying(Join, texts, texts, ranks, seats, st.sampled_from([0.0, 1.0, MAX_TIMEOUT])),
+    saying(Join, texts, texts, ranks, member_ids, st.sampled_from([0.0, 1.0, MAX_TIMEOUT])),
     saying(Push, keys, counters, weights, st.just(False), *AS_USUAL),
     saying(Push, keys, counters, weights, st.just(True), *AS_USUAL, payload=st.binary(max_size=16)),
 )
@@ -186,7 +186,7 @@ class Lied(Crashing):
 
     @property
     def honest(self) -> list[Durable]:
-        return [member for seat, member in self.members.items() if seat != LIAR]
+        return [member for member_id, member in self.members.items() if member_id != LIAR]
 
     def lie(self, said: Said) -> None:
         """Let the liar say something."""
@@ -218,7 +218,7 @@ class Lied(Crashing):
         return super().step()
 
     def cut_off(self, member: Durable) -> None:
-        if member.seat != LIAR or not self.is_deaf:
+        if member.member_id != LIAR or not self.is_deaf:
             super().cut_off(member)
 
     def check(self, reduce: Reduce) -> None:

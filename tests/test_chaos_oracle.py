@@ -38,9 +38,9 @@ def given(name: str, number: int, part: int) -> Array:
 class World:
     """A group with correct rounds, unless a test plants a fault.
 
-    ``rows`` may change what is summed in a round: by seat, what each gives to a bucket. ``results`` may change what a
-    member of that name gets, and the ledger under the name of ""; ``records`` what is written, ``lines`` what workers
-    say.
+    ``rows`` may change what is summed in a round: by member id, what each gives to a bucket. ``results`` may change
+    what a member of that name gets, and the ledger under the name of ""; ``records`` what is written, ``lines`` what
+    workers say.
     """
 
     rows: Callable[[int, int, Rows], Rows] = lambda _number, _part, rows: rows
@@ -89,16 +89,16 @@ class World:
         ledger: list[int] = []
         lines: dict[str, list[int]] = {name: [] for name in finished}
         for part in PARTS:
-            own = {seat: given(name, number, part) for seat, name in enumerate(there)}
+            own = {member_id: given(name, number, part) for member_id, name in enumerate(there)}
             share = recount.shares(1)[part]
             cut = {str(last): frozenset(range(self.gives[part]))} if losing else {}
             summed = self.rows(number, part, own)
-            rows = [(str(seat), weighs[seat % len(NAMES)], row) for seat, row in sorted(summed.items())]
+            rows = [(str(member_id), weighs[member_id % len(NAMES)], row) for member_id, row in sorted(summed.items())]
             result = recount.bucket(share, rows, cut, generator.SIZES[part])
-            for seat, row in summed.items():
-                spans = [share.layout.span(index) for index in cut.get(str(seat), range(share.layout.count))]
-                if weighs[seat % len(NAMES)] and spans:
-                    inputs[seat % len(NAMES)] += digest(row[: spans[-1][1]], PLACES[part])
+            for member_id, row in summed.items():
+                spans = [share.layout.span(index) for index in cut.get(str(member_id), range(share.layout.count))]
+                if weighs[member_id % len(NAMES)] and spans:
+                    inputs[member_id % len(NAMES)] += digest(row[: spans[-1][1]], PLACES[part])
             ledger.append(digest(self.results(number, part, "", result), PLACES[part]))
             for name in finished:
                 got = self.results(number, part, name, result.copy())
@@ -184,7 +184,7 @@ def test_a_contribution_of_an_earlier_round() -> None:
 
 def test_a_contribution_that_is_said_to_count_and_does_not() -> None:
     def without(number: int, part: int, rows: Rows) -> Rows:
-        return {seat: row for seat, row in rows.items() if (number, part, seat) != (5, 2, 0)}
+        return {member_id: row for member_id, row in rows.items() if (number, part, member_id) != (5, 2, 0)}
 
     only(World(rows=without).judged(), "lost", "round 5, bucket 2: members got the mean without ada, which took part")
 
@@ -303,7 +303,7 @@ def test_the_first_contribution_of_a_worker_that_joins() -> None:
     assert not World(joins=3).judged().found
 
     def without(number: int, _part: int, rows: Rows) -> Rows:
-        return {seat: row for seat, row in rows.items() if (number, seat) != (3, 3)}
+        return {member_id: row for member_id, row in rows.items() if (number, member_id) != (3, 3)}
 
     def unsaid(record: RoundRecord) -> list[RoundRecord]:
         return [replace(record, weights=(*record.weights[:3], 0.0)) if record.round == 3 else record]
@@ -411,10 +411,10 @@ def test_the_rule_of_means_is_the_reducers(seed: int) -> None:
     rng = np.random.default_rng(seed)
     weights = [1.0] * 5 if seed == 0 else [float(value) for value in rng.integers(0, 9, 5) / 4]
     bucket = generator.plan().buckets[2]
-    rows = [given(f"w{seat}", seed, 2) for seat in range(5)]
+    rows = [given(f"w{member_id}", seed, 2) for member_id in range(5)]
     contributions = [
-        Contribution(seat, weight, row.tobytes())
-        for seat, (weight, row) in enumerate(zip(weights, rows, strict=True))
+        Contribution(member_id, weight, row.tobytes())
+        for member_id, (weight, row) in enumerate(zip(weights, rows, strict=True))
         if weight
     ]
     key = ExchangeKey(Stream.BUCKET, 0, 2)

@@ -45,26 +45,26 @@ def test_the_others_go_on_when_one_dies_and_ranks_change_at_the_end_of_the_round
     with LocalCluster(4, elastic=(1, 8)) as cluster:
 
         def work(worker: Worker) -> list[Any]:
-            seat = worker.rank
+            member_id = worker.rank
             worker.agree(PLAN)
-            seen: list[Any] = [exchange(worker, seat)]
+            seen: list[Any] = [exchange(worker, member_id)]
             changes: list[Membership] = []
             worker.on_membership(changes.append)
-            if seat == 1:
+            if member_id == 1:
                 cluster.kill(1)
             place = worker.rank, worker.world_size, worker.epoch
-            seen += [place, exchange(worker, seat), (worker.rank, worker.world_size, worker.epoch, worker.names)]
+            seen += [place, exchange(worker, member_id), (worker.rank, worker.world_size, worker.epoch, worker.names)]
             assert [news.epoch for news in changes] == [2]
-            return [*seen, exchange(worker, seat), worker.round]
+            return [*seen, exchange(worker, member_id), worker.round]
 
         results = cluster.run(work)
 
     assert results[1] is None
-    for seat, rank in ((0, 0), (2, 1), (3, 2)):
+    for member_id, rank in ((0, 0), (2, 1), (3, 2)):
         mean = float(np.float32(5) / np.float32(3))
         names = ("worker-0", "worker-2", "worker-3")
-        assert results[seat] == [
-            (1.5, 1.5), (seat, 4, 1), (mean, mean), (rank, 3, 2, names), (mean, mean), 3,
+        assert results[member_id] == [
+            (1.5, 1.5), (member_id, 4, 1), (mean, mean), (rank, 3, 2, names), (mean, mean), 3,
         ]  # fmt: skip
 
 
@@ -72,12 +72,12 @@ def test_several_die_one_after_the_other_until_one_is_left() -> None:
     with LocalCluster(4, elastic=(1, 4)) as cluster:
 
         def work(worker: Worker) -> list[int]:
-            seat, worlds = worker.rank, []
+            member_id, worlds = worker.rank, []
             worker.agree(PLAN)
             for number in range(1, 5):
-                if seat == number:
+                if member_id == number:
                     cluster.kill(worker.rank)
-                exchange(worker, seat)
+                exchange(worker, member_id)
                 worlds.append(worker.world_size)
             return worlds
 
@@ -89,17 +89,17 @@ def test_a_training_survives_a_death_in_the_middle_of_backward_as_one_process_wo
     with LocalCluster(WORLD, elastic=(1, 8)) as cluster:
 
         def work(worker: Worker) -> Any:
-            seat = worker.rank
-            if seat == VICTIM:
+            member_id = worker.rank
+            if member_id == VICTIM:
                 after_some_pushes(worker, FATAL, 0, lambda: cluster.kill(worker.rank))
-            return train(worker, seat, lambda _: None)
+            return train(worker, member_id, lambda _: None)
 
         states = [state for state in cluster.run(work) if state is not None]
         assert cluster.snapshot()["groups"]["local"]["round"] == STEPS  # type: ignore[index]
 
     assert len(states) == WORLD - 1
     assert all(same(states[0], other) for other in states[1:])
-    left = [seat for seat in range(WORLD) if seat != VICTIM]
+    left = [member_id for member_id in range(WORLD) if member_id != VICTIM]
     assert distance(states[0], alone(lambda step, _: range(WORLD) if step < FATAL else left)) < 1e-5
 
 
@@ -107,12 +107,12 @@ def test_a_wrapping_whose_first_rank_dies_in_it_says_so_and_can_be_repeated() ->
     with LocalCluster(3, elastic=(1, 3)) as cluster:
 
         def work(worker: Worker) -> Any:
-            seat = worker.rank
-            if seat == 0:
+            member_id = worker.rank
+            if member_id == 0:
                 return cluster.kill(0)
             with pytest.raises(MembershipChangedError, match="from rank 0, was called in a membership that has ended"):
-                DistributedDataParallel(Transformer(seat), worker)
-            return state_of(DistributedDataParallel(Transformer(seat), worker).module)
+                DistributedDataParallel(Transformer(member_id), worker)
+            return state_of(DistributedDataParallel(Transformer(member_id), worker).module)
 
         states = cluster.run(work)
 
@@ -125,16 +125,16 @@ def test_collectives_go_on_or_raise_once_and_can_be_repeated() -> None:
     with LocalCluster(3, elastic=(1, 3)) as cluster:
 
         def work(worker: Worker) -> list[Any]:
-            seat = worker.rank
-            if seat == 0:
+            member_id = worker.rank
+            if member_id == 0:
                 cluster.kill(0)
-            total = worker.all_reduce(np.full(2, seat, np.float32), "sum").tolist()
+            total = worker.all_reduce(np.full(2, member_id, np.float32), "sum").tolist()
             worker.barrier()
             with pytest.raises(MembershipChangedError, match="Rank and world size are new: call it again"):
-                worker.all_gather(np.full(2, seat, np.float32))
-            gathered = worker.all_gather(np.full(2, seat, np.float32)).tolist()
+                worker.all_gather(np.full(2, member_id, np.float32))
+            gathered = worker.all_gather(np.full(2, member_id, np.float32)).tolist()
             part = worker.reduce_scatter(np.arange(4, dtype=np.float32), "sum").tolist()
-            sent = worker.broadcast(np.full(1, seat, np.float32), root=1).tolist()
+            sent = worker.broadcast(np.full(1, member_id, np.float32), root=1).tolist()
             return [total, gathered, part, sent, worker.rank, worker.world_size]
 
         results = cluster.run(work)
@@ -147,11 +147,11 @@ def test_sends_go_by_rank_also_when_ranks_have_changed() -> None:
     with LocalCluster(3, elastic=(1, 3)) as cluster:
 
         def work(worker: Worker) -> float:
-            seat = worker.rank
+            member_id = worker.rank
             worker.agree(PLAN)
-            if seat == 0:
+            if member_id == 0:
                 cluster.kill(0)
-            exchange(worker, seat)
+            exchange(worker, member_id)
             if worker.rank == 0:
                 worker.send(np.full(1, 42, np.float32), 1)
                 return 0.0
@@ -171,12 +171,12 @@ def test_below_the_minimum_the_round_is_finished_and_the_wait_for_more_ends() ->
     with LocalCluster(3, rejoin_for=0.3, timeout=10.0) as cluster:
 
         def work(worker: Worker) -> str:
-            seat = worker.rank
+            member_id = worker.rank
             worker.agree(PLAN)
-            if seat == 1:
+            if member_id == 1:
                 cluster.kill(1)
             with pytest.raises(DeadlineError) as raised:
-                exchange(worker, seat)
+                exchange(worker, member_id)
             return str(raised.value)
 
         results = cluster.run(work)
@@ -196,14 +196,14 @@ def test_a_worker_that_does_not_come_is_left_out_and_told_so() -> None:
         others_are_done = threading.Event()
 
         def work(worker: Worker) -> Any:
-            seat = worker.rank
+            member_id = worker.rank
             worker.agree(PLAN)
-            if seat == 2:
+            if member_id == 2:
                 assert others_are_done.wait(10)
                 with pytest.raises(LeftOutError, match=r"'worker-2' \(rank 2\), was left out of group 'local'"):
-                    exchange(worker, seat)
+                    exchange(worker, member_id)
                 return None
-            found = exchange(worker, seat)
+            found = exchange(worker, member_id)
             others_are_done.set()
             return found
 

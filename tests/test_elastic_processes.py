@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("elastic_training.py")
 GOES_ON_WITHIN = 1.0 + 4.0
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
 
-SURVIVORS = [seat for seat in range(WORLD) if seat != VICTIM]
+SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
 
 
 @pytest.mark.parametrize(
@@ -34,37 +34,37 @@ def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--shards", str(shards)))
 
-        def start(seat: int) -> Program:
-            arguments = str(PROGRAM), coordinator.url, str(seat), str(tmp_path / f"{seat}")
+        def start(member_id: int) -> Program:
+            arguments = str(PROGRAM), coordinator.url, str(member_id), str(tmp_path / f"{member_id}")
             environment = {"GRADSERVER_CHANNEL": channel}
             return stack.enter_context(Program(*arguments, environment=environment, loaded="torch"))
 
-        workers = [start(seat) for seat in range(WORLD)]
+        workers = [start(member_id) for member_id in range(WORLD)]
         workers[VICTIM].expect("halfway", STARTED_WITHIN)
         killed = time.monotonic()
         workers[VICTIM].send_signal(signal.SIGKILL)
-        steps = [workers[seat].expect(f"step {FATAL} ", PATIENCE).split() for seat in SURVIVORS]
+        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in SURVIVORS]
         group = coordinator.group()
-        for seat in SURVIVORS:
-            workers[seat].tell()
-        for seat in SURVIVORS:
-            workers[seat].expect(f"step {STEPS - 1}")
-            workers[seat].expect("ok")
-        assert [workers[seat].end() for seat in SURVIVORS] == [0] * len(SURVIVORS)
+        for member_id in SURVIVORS:
+            workers[member_id].tell()
+        for member_id in SURVIVORS:
+            workers[member_id].expect(f"step {STEPS - 1}")
+            workers[member_id].expect("ok")
+        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
 
     assert max(float(moment) for moment, *_ in steps) - killed < GOES_ON_WITHIN
     assert [place for _, *place in steps] == [[str(rank), "3", "2"] for rank in range(3)]
     record = group["last_round"]
     assert record["round"] == FATAL
-    assert [weight for seat, weight in enumerate(record["weights"]) if seat != VICTIM] == [1.0] * 3
-    states = [torch.load(tmp_path / f"{seat}") for seat in SURVIVORS]
+    assert [weight for member_id, weight in enumerate(record["weights"]) if member_id != VICTIM] == [1.0] * 3
+    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
     assert all(same(states[0], other) for other in states[1:])
     assert distance(states[0], expected(record["cut"])) < 1e-5
 
 
 def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
     """Return the weights after all steps, if the victim counted in the ledger's buckets; each has one slice."""
-    counted = {part for seat, part, slices in cut if seat == VICTIM and slices == 1}
+    counted = {part for member_id, part, slices in cut if member_id == VICTIM and slices == 1}
     assert len(counted) == len(cut)
 
     def who(step: int, part: int) -> list[int]:

@@ -112,17 +112,21 @@ def test_after_departures_all_end_rounds_with_equal_bytes_and_the_ledger_knows_w
     assert [record.round for record in ledger] == list(range(scenario.rounds))
     for record in ledger:
         of_round = [by for (key, _), by in cluster.pushed.items() if key.number == record.round]
-        for seat in range(scenario.world):
-            weights = [by[seat].weight for by in of_round if seat in by]
-            assert record.weights[seat] in (weights or [0.0])
-            assert record.weights[seat] or 0.0 in (weights or [0.0])
-        cut = {(seat, part): slices for seat, part, slices in record.cut}
-        for seat in {seat for seat, _ in cut}:
-            if any(scenario.weight(seat, bucket(record.round, part)) == 0 for part in range(len(scenario.buckets))):
+        for member_id in range(scenario.world):
+            weights = [by[member_id].weight for by in of_round if member_id in by]
+            assert record.weights[member_id] in (weights or [0.0])
+            assert record.weights[member_id] or 0.0 in (weights or [0.0])
+        cut = {(member_id, part): slices for member_id, part, slices in record.cut}
+        for member_id in {member_id for member_id, _ in cut}:
+            if any(
+                scenario.weight(member_id, bucket(record.round, part)) == 0 for part in range(len(scenario.buckets))
+            ):
                 continue  # a worker has one weight in a round, and here 0 is one among others
-            gave = [key.part for (key, _), by in cluster.pushed.items() if key.number == record.round and seat in by]
-            assert seat in cluster.gone
-            assert {part: slices for (s, part), slices in cut.items() if s == seat} == {
+            gave = [
+                key.part for (key, _), by in cluster.pushed.items() if key.number == record.round and member_id in by
+            ]
+            assert member_id in cluster.gone
+            assert {part: slices for (s, part), slices in cut.items() if s == member_id} == {
                 part: gave.count(part) for part in set(gave)
             }
     cluster.harness.flush()

@@ -49,9 +49,11 @@ sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
 worlds = st.integers(1, 4)
 fuses = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 seeds = st.integers(0, 2**20)
-seats = st.integers(0, 3)
+member_ids = st.integers(0, 3)
 happenings = st.dictionaries(
-    st.integers(0, 120), st.tuples(seats, st.sampled_from(["dies", "breaks", "breaks unnoticed", "waits"])), max_size=5
+    st.integers(0, 120),
+    st.tuples(member_ids, st.sampled_from(["dies", "breaks", "breaks unnoticed", "waits"])),
+    max_size=5,
 )
 
 
@@ -67,11 +69,11 @@ def run(
 ) -> Crashing:
     cluster = cluster or Crashing(world, buckets, program, seed, crashes)
     cluster.dies_along = along or []
-    for step, (seat, what) in (happens or {}).items():
+    for step, (member_id, what) in (happens or {}).items():
         can: dict[str, Callable[[], object]] = {
-            "dies": partial(cluster.remove, seat),
-            "breaks": partial(cluster.break_line, seat),
-            "breaks unnoticed": partial(cluster.break_line, seat, False),
+            "dies": partial(cluster.remove, member_id),
+            "breaks": partial(cluster.break_line, member_id),
+            "breaks unnoticed": partial(cluster.break_line, member_id, False),
             "waits": partial(cluster.harness.wait, 0.3),
         }
         cluster.at[step] = can[what]
@@ -80,12 +82,12 @@ def run(
 
 
 def answers(cluster: Crashing) -> dict[tuple[ExchangeKey, int], dict[int, Outcome]]:
-    """Return what present members have got, by exchange, slice and seat."""
+    """Return what present members have got, by exchange, slice and member id."""
     found: dict[tuple[ExchangeKey, int], dict[int, Outcome]] = {}
-    for seat, member in cluster.members.items():
+    for member_id, member in cluster.members.items():
         for task in member.history:
             for index, outcome in task.answers.items():
-                found.setdefault((task.key, index), {})[seat] = outcome
+                found.setdefault((task.key, index), {})[member_id] = outcome
     return found
 
 
@@ -106,10 +108,10 @@ def nothing_was_lost(cluster: Crashing, world: int) -> None:
     for (key, index), got in answers(cluster).items():
         ends = {key.source, key.target} if key.stream == Stream.TRANSFER else set(range(world))
         assert set(got) == ends
-        for seat, outcome in got.items():
-            task = next(task for task in cluster.members[seat].history if task.key == key)
+        for member_id, outcome in got.items():
+            task = next(task for task in cluster.members[member_id].history if task.key == key)
             weight, payload = cluster.expected(key, index, task.operation)
-            payload = payload if cluster.members[seat].gets(task) else None
+            payload = payload if cluster.members[member_id].gets(task) else None
             assert outcome == (weight, payload)
     written = cluster.rounds()
     assert sorted(set(written)) == list(range(sum(step.kind is None for step in cluster.program)))
@@ -190,10 +192,10 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
 
     assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
-        payloads = {seat: payload for seat, (_, payload) in got.items() if payload is not None}
+        payloads = {member_id: payload for member_id, (_, payload) in got.items() if payload is not None}
         operation = next(iter(cluster.pushed[key, index].values())).operation
         if operation.kind in WORLD_BOUND:
-            assert all(found == cluster.portion(seat, key, index) for seat, found in payloads.items()), key
+            assert all(found == cluster.portion(member_id, key, index) for member_id, found in payloads.items()), key
         if operation.kind not in PERSONAL:
             assert len(set(payloads.values())) <= 1, key
     for member in cluster.members.values():
@@ -204,17 +206,17 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
 
 def waited_for_the_dead(cluster: Crashing, error: GradServerError) -> bool:
     """Return whether a wait ran out for members that died after their connections had broken unnoticed."""
-    dead = {f"'w{seat}'" for seat in cluster.gone}
+    dead = {f"'w{member_id}'" for member_id in cluster.gone}
     return isinstance(error, DeadlineError) and {who.split()[0] for who in error.missing} <= dead
 
 
-@given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), seats, max_size=6), st.booleans())
+@given(worlds, sizes, rounds, seeds, st.dictionaries(st.integers(0, 80), member_ids, max_size=6), st.booleans())
 @settings(max_examples=examples(40))
 def test_connections_that_break_cost_no_member_anything(
     world: int, buckets: list[int], program: list[Step], seed: int, breaks: dict[int, int], noticed: bool
 ) -> None:
     what = "breaks" if noticed else "breaks unnoticed"
-    cluster = run(world, buckets, program, [], seed, {step: (seat, what) for step, seat in breaks.items()})
+    cluster = run(world, buckets, program, [], seed, {step: (member_id, what) for step, member_id in breaks.items()})
 
     assert cluster.crashes == 0
     assert len(cluster.members) == world, "a member was left out"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradserver.engine.events import Disconnected
+from gradserver.engine.identities import numbered
 from gradserver.engine.policy import Policy
-from gradserver.engine.seats import numbered
 from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -55,7 +55,7 @@ def test_a_group_that_has_its_minimum_waits_for_more_and_begins() -> None:
 
     names = ("a", "b", "c")
     assert welcomes(driven, 0, 1, 2) == [
-        Welcome("default", rank, 1, driven.credit, names, seats=(0, 1, 2), timeout=10.0) for rank in range(3)
+        Welcome("default", rank, 1, driven.credit, names, member_ids=(0, 1, 2), timeout=10.0) for rank in range(3)
     ]
     assert driven.group()["state"] == "active"
     assert driven.group()["world_size"] == 3
@@ -451,7 +451,7 @@ def test_a_numbered_worker_gets_its_own_seat_again_under_the_shared_name() -> No
 
     (welcome,) = driven.told(7, Welcome)
     assert welcome.names == ("same", "same-2", "same-3")
-    assert (welcome.rank, welcome.seats) == (1, (0, 1, 2))
+    assert (welcome.rank, welcome.member_ids) == (1, (0, 1, 2))
     driven.join(SEATS + 8, "same")
     assert driven.silent(8), "there is no place of that name"
 

@@ -19,7 +19,7 @@ SLICE = 16
 """Bytes of a slice in these tests: four elements of float32."""
 
 Departures = dict[int, tuple[int, bool]]
-"""Departures by time: the seat, and whether with a goodbye."""
+"""Departures by time: the member, and whether with a goodbye."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,19 +38,19 @@ seeds = st.integers(0, 2**20)
 
 def run(world: int, buckets: list[int], program: list[Step], goes: Departures, seed: int) -> Cluster:
     cluster = Cluster(world, buckets, program, seed)
-    for step, (seat, politely) in goes.items():
-        cluster.at[step] = partial(cluster.remove, seat, politely)
+    for step, (member_id, politely) in goes.items():
+        cluster.at[step] = partial(cluster.remove, member_id, politely)
     cluster.run()
     return cluster
 
 
 def answers(cluster: Cluster) -> dict[tuple[ExchangeKey, int], dict[int, tuple[Outcome, Operation]]]:
-    """Return all results, also those of members that departed later, by exchange, slice and seat."""
+    """Return all results, also those of members that departed later, by exchange, slice and member id."""
     found: dict[tuple[ExchangeKey, int], dict[int, tuple[Outcome, Operation]]] = {}
-    for seat, member in (cluster.members | cluster.gone).items():
+    for member_id, member in (cluster.members | cluster.gone).items():
         for task in member.history:
             for index, outcome in task.answers.items():
-                found.setdefault((task.key, index), {})[seat] = outcome, task.operation
+                found.setdefault((task.key, index), {})[member_id] = outcome, task.operation
     return found
 
 
@@ -63,12 +63,12 @@ def test_all_remaining_members_end_with_equal_bytes_the_exact_mean_of_those_that
 
     assert all(member.finished for member in cluster.members.values()), "a member waits"
     for (key, index), got in answers(cluster).items():
-        for seat, (outcome, operation) in got.items():
-            weight, payload = cluster.expected(key, index, operation, seat)
+        for member_id, (outcome, operation) in got.items():
+            weight, payload = cluster.expected(key, index, operation, member_id)
             assert outcome[0] == weight
-            layout = cluster.pushed[key, index][seat].layout
+            layout = cluster.pushed[key, index][member_id].layout
             owner = sorted(cluster.pushed[key, index])[layout.owner(index)] if operation.kind in WORLD_BOUND else 0
-            assert outcome[1] == (payload if gets(operation, seat, key, owner) else None)
+            assert outcome[1] == (payload if gets(operation, member_id, key, owner) else None)
 
 
 @given(st.integers(1, 5), sizes, programs, departures, seeds)
@@ -103,9 +103,9 @@ def test_ranks_and_epochs_change_at_the_same_boundary_for_all(
     cluster = run(world, buckets, program, goes, seed)
 
     for number in range(sum(step.kind is None for step in program)):
-        ((_, seats),) = {member.boundaries[number] for member in cluster.members.values()}
-        assert list(seats) == sorted(seats)
-    assert len({(member.epoch, member.seats) for member in cluster.members.values()}) <= 1
+        ((_, member_ids),) = {member.boundaries[number] for member in cluster.members.values()}
+        assert list(member_ids) == sorted(member_ids)
+    assert len({(member.epoch, member.member_ids) for member in cluster.members.values()}) <= 1
     group = cluster.harness.group()
     assert [member["rank"] for member in group["members"]] == list(range(len(cluster.members)))
     assert [member["seat"] for member in group["members"]] == sorted(cluster.members)
@@ -121,22 +121,24 @@ def test_no_round_is_lost_and_the_ledger_knows_where_each_member_counted(
     assert [record.round for record in ledger] == list(range(rounds))
     for record in ledger:
         counted = {
-            (seat, key.part): {index for (k, index), tasks in cluster.pushed.items() if k == key and seat in tasks}
+            (member_id, key.part): {
+                index for (k, index), tasks in cluster.pushed.items() if k == key and member_id in tasks
+            }
             for key in {key for key, _ in cluster.pushed if key.number == record.round}
-            for seat in range(world)
+            for member_id in range(world)
         }
-        cut = {(seat, part): slices for seat, part, slices in record.cut}
-        for seat in range(world):
-            gave = {part: len(slices) for (s, part), slices in counted.items() if s == seat and slices}
+        cut = {(member_id, part): slices for member_id, part, slices in record.cut}
+        for member_id in range(world):
+            gave = {part: len(slices) for (s, part), slices in counted.items() if s == member_id and slices}
             weights = [
-                tasks[seat].weight
+                tasks[member_id].weight
                 for (key, _), tasks in cluster.pushed.items()
-                if key.stream == Stream.BUCKET and key.number == record.round and seat in tasks
+                if key.stream == Stream.BUCKET and key.number == record.round and member_id in tasks
             ]
-            assert record.weights[seat] in ([*weights] or [0.0])
-            if any(s == seat for s, _ in cut):
-                assert seat in cluster.gone
-                assert {part: slices for (s, part), slices in cut.items() if s == seat} == gave
+            assert record.weights[member_id] in ([*weights] or [0.0])
+            if any(s == member_id for s, _ in cut):
+                assert member_id in cluster.gone
+                assert {part: slices for (s, part), slices in cut.items() if s == member_id} == gave
             elif gave:
                 assert gave == {part: -(-size // 4) for part, size in enumerate(buckets)}
 
@@ -149,9 +151,9 @@ def test_nothing_is_left_behind(
 
     group = cluster.harness.engine.data.groups["default"]
     assert all(not exchange.pushed for exchange in group.exchanges.values()), "but what only departed members began"
-    assert not any(owed for (seat, _), owed in group.traffic.outstanding.items() if seat in cluster.members)
-    for seat in list(cluster.members):
-        cluster.harness.leave(seat)
+    assert not any(owed for (member_id, _), owed in group.traffic.outstanding.items() if member_id in cluster.members)
+    for member_id in list(cluster.members):
+        cluster.harness.leave(member_id)
     assert cluster.harness.engine.data.groups == {}
     cluster.harness.wait(TIMEOUT)
     assert cluster.harness.engine.next_deadline() is None
@@ -165,11 +167,13 @@ def test_an_elastic_group_without_departures_gives_the_bits_of_a_fixed_one(
     fixed = FixedCluster(scenario, one)
     fixed.run()
 
-    def give(seat: int, key: ExchangeKey, _operation: Operation, _attempt: int) -> tuple[float, Array | None]:
-        return scenario.weight(seat, key), scenario.values(seat, key)
+    def give(member_id: int, key: ExchangeKey, _operation: Operation, _attempt: int) -> tuple[float, Array | None]:
+        return scenario.weight(member_id, key), scenario.values(member_id, key)
 
     elastic = Cluster(world, buckets, [Step()] * rounds, other, give)
     elastic.run()
 
-    got = {(*where, seat): outcome for where, by in answers(elastic).items() for seat, (outcome, _) in by.items()}
+    got = {
+        (*where, member_id): outcome for where, by in answers(elastic).items() for member_id, (outcome, _) in by.items()
+    }
     assert got == fixed.answers()

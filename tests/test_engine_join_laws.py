@@ -39,11 +39,11 @@ def happen(cluster: Cluster, what: str, who: int) -> None:
         case "join":
             cluster.join()
         case "return" if cluster.gone:
-            seat = sorted(cluster.gone)[who % len(cluster.gone)]
-            cluster.join(cluster.harness.engine.control.groups["default"].members.seats.names[seat])
+            member_id = sorted(cluster.gone)[who % len(cluster.gone)]
+            cluster.join(cluster.harness.engine.control.groups["default"].members.identities.names[member_id])
         case "leave" | "die":
-            seats = sorted(cluster.members)
-            cluster.remove(seats[who % len(seats)], what == "leave")
+            member_ids = sorted(cluster.members)
+            cluster.remove(member_ids[who % len(member_ids)], what == "leave")
         case "give up":
             cluster.give_up(who)
 
@@ -78,12 +78,12 @@ def test_after_joins_and_departures_all_get_equal_bytes_the_exact_mean_of_those_
     for member in (*cluster.members.values(), *cluster.past):
         for task in member.history:
             for index, (total, payload) in task.answers.items():
-                weight, expected = cluster.outcome(task.mates[index], index, task.operation, member.seat)
+                weight, expected = cluster.outcome(task.mates[index], index, task.operation, member.member_id)
                 assert total == weight
                 owner = 0
                 if task.operation.kind in WORLD_BOUND:
                     owner = sorted(task.mates[index])[task.layout.owner(index)]
-                assert payload == (expected if gets(task.operation, member.seat, task.key, owner) else None)
+                assert payload == (expected if gets(task.operation, member.member_id, task.key, owner) else None)
 
 
 @given(st.integers(1, 4), sizes, programs, events, seeds)
@@ -113,19 +113,19 @@ def test_ranks_are_dense_and_change_at_the_same_boundary_for_all(
     for number in range(sum(step.kind is None for step in program)):
         there = {m.boundaries[number] for m in cluster.members.values() if number in m.boundaries}
         assert len(there) <= 1
-        for _, seats in there:
-            assert list(seats) == sorted(seats)
+        for _, member_ids in there:
+            assert list(member_ids) == sorted(member_ids)
     group = cluster.harness.group()
     rounds = sum(step.kind is None for step in program)
     members = {
-        seat: member
-        for seat, member in cluster.members.items()
+        member_id: member
+        for member_id, member in cluster.members.items()
         if not isinstance(member, Newcomer) or member.entered < rounds  # else it waits for a round that does not begin
     }
     assert [member["rank"] for member in group["members"]] == list(range(len(members)))
     assert [member["seat"] for member in group["members"]] == sorted(members)
-    for place, seat in enumerate(sorted(members)):
-        member = members[seat]
+    for place, member_id in enumerate(sorted(members)):
+        member = members[member_id]
         if isinstance(member, Newcomer):
             assert group["members"][place]["name"] == member.name
 
@@ -140,8 +140,8 @@ def test_no_round_is_lost_and_the_ledger_knows_what_counted(
     assert [record.round for record in ledger] == list(range(rounds))
     for record in ledger:
         pushed = [by for (key, _), by in cluster.pushed.items() if key.stream == 0 and key.number == record.round]
-        for seat, counted in enumerate(record.weights):
-            weights = [by[seat].weight for by in pushed if seat in by]
+        for member_id, counted in enumerate(record.weights):
+            weights = [by[member_id].weight for by in pushed if member_id in by]
             assert counted in (weights or [0.0])
 
 
@@ -161,13 +161,13 @@ def test_no_learner_waits_for_ever_and_nothing_is_left_behind(
     cluster = run(world, buckets, program, happens, seed)
 
     group = cluster.harness.engine.data.groups["default"]
-    assert not any(owed for (seat, _), owed in group.traffic.outstanding.items() if seat in cluster.members)
+    assert not any(owed for (member_id, _), owed in group.traffic.outstanding.items() if member_id in cluster.members)
     cluster.harness.wait(TIMEOUT)
     cluster.deliver()
     waiting = [newcomer for newcomer in cluster.newcomers if not newcomer.refused]
     assert waiting == []
-    for seat in list(cluster.members):
-        cluster.harness.leave(cluster.members[seat].line)
+    for member_id in list(cluster.members):
+        cluster.harness.leave(cluster.members[member_id].line)
     assert cluster.harness.engine.data.groups == {}
     cluster.harness.wait(TIMEOUT)
     assert cluster.harness.engine.next_deadline() is None

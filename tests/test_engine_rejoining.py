@@ -61,16 +61,16 @@ class Joinable(Group):
         assert [type(message) for message, _ in harness.sent(place)] == [Agreed]
         return welcome
 
-    def come_back(self, seat: int, token: str, epoch: int = 1) -> list[object]:
-        self.harness.receive(BACK + seat, Resume("default", seat, token, epoch, PLAN.hash, True))
-        return self.told(seat)
+    def come_back(self, member_id: int, token: str, epoch: int = 1) -> list[object]:
+        self.harness.receive(BACK + member_id, Resume("default", member_id, token, epoch, PLAN.hash, True))
+        return self.told(member_id)
 
     def names(self) -> list[str]:
         return [str(member["name"]) for member in self.harness.group()["members"]]
 
 
 def entered(world: int = 2) -> tuple[Joinable, Welcome]:
-    """Make a worker in seat ``world`` that has joined, and contributes to round 2."""
+    """Make a worker with member id ``world`` that has joined, and contributes to round 2."""
     group = Joinable(world)
     welcome = group.join(world, "spot")
     group.round(1, range(world))
@@ -83,23 +83,25 @@ def entered(world: int = 2) -> tuple[Joinable, Welcome]:
 
 def test_a_contributor_is_a_member_for_a_coordinator_that_comes_back() -> None:
     group, welcome = entered()
-    for seat in (0, 1, 2):
-        group.harness.push(seat, bucket(2), ONE)
+    for member_id in (0, 1, 2):
+        group.harness.push(member_id, bucket(2), ONE)
     group.harness.restart()
 
     assert group.names() == ["w0", "w1", "spot"]
     assert group.come_back(2, welcome.token)[0] == Resumed(2, 3)
     group.come_back(0, group.tokens[0])
     group.come_back(1, group.tokens[1])
-    for seat in (0, 1, 2):
-        group.hold(seat, 2)
-    assert all(Standing(3, 2) in group.told(seat) for seat in (0, 1, 2))
+    for member_id in (0, 1, 2):
+        group.hold(member_id, 2)
+    assert all(Standing(3, 2) in group.told(member_id) for member_id in (0, 1, 2))
 
 
 def test_behind_a_round_with_a_new_member_a_coordinator_that_comes_back_says_the_epoch_that_was_said() -> None:
     group, _ = entered()
     group.round(2, range(3))
-    said = {message for seat in range(2) for message in group.told(seat, SEATS) if isinstance(message, RoundDone)}
+    said = {
+        message for member_id in range(2) for message in group.told(member_id, SEATS) if isinstance(message, RoundDone)
+    }
     written = [record for record in group.harness.records if isinstance(record, Round | Boundary)]
 
     group.harness.restart()
@@ -114,7 +116,10 @@ def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
     group.harness.restart()
 
     heard = [
-        news for seat in (0, 1) for news in group.come_back(seat, group.tokens[seat]) if isinstance(news, Membership)
+        news
+        for member_id in (0, 1)
+        for news in group.come_back(member_id, group.tokens[member_id])
+        if isinstance(news, Membership)
     ]
 
     assert [news.names for news in heard] == [("w0", "w1", "spot")] * 2
@@ -125,14 +130,14 @@ def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
 
 def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:
     group, welcome = entered()
-    for seat in (0, 1, 2):
-        group.harness.push(seat, bucket(2), ONE)
+    for member_id in (0, 1, 2):
+        group.harness.push(member_id, bucket(2), ONE)
     group.harness.restart()
-    for seat, token in enumerate([*group.tokens, welcome.token]):
-        group.come_back(seat, token)
+    for member_id, token in enumerate([*group.tokens, welcome.token]):
+        group.come_back(member_id, token)
 
-    for seat in (0, 1, 2):
-        group.hold(seat, 2, Span(State.HELD, bucket(2), 0, 1))
+    for member_id in (0, 1, 2):
+        group.hold(member_id, 2, Span(State.HELD, bucket(2), 0, 1))
 
     record = group.harness.engine.control.groups["default"].rounds.ledger[-1]
     assert (record.round, record.weights) == (2, (1.0, 1.0, 1.0))
@@ -148,7 +153,9 @@ def test_a_seat_that_a_coordinator_does_not_know_is_left_out() -> None:
     error = group.harness.refusal(BACK + 2)
 
     assert isinstance(error, LeftOutError)
-    assert "this worker, in seat 2, came back to group 'default' when the others had gone on without it" in str(error)
+    assert "this worker, with member id 2, came back to group 'default' when the others had gone on without it" in str(
+        error
+    )
 
 
 def test_a_seat_is_not_its_former_members() -> None:
@@ -157,9 +164,9 @@ def test_a_seat_is_not_its_former_members() -> None:
     group.harness.wait(1.0)
     for number, name in enumerate(["a", "b", "c", "d", "e"]):
         group.join(3 + number, name)
-    group.join(8, "last")  # all other seats were used: it gets the seat of the member that is away
-    seats = group.harness.engine.control.groups["default"].members.seats.names
-    assert seats[2] == "last"
+    group.join(8, "last")  # all other members were used: it gets the member of the member that is away
+    member_ids = group.harness.engine.control.groups["default"].members.identities.names
+    assert member_ids[2] == "last"
 
     group.harness.receive(BACK + 2, Resume("default", 2, group.tokens[2], 1, PLAN.hash))
 
@@ -188,8 +195,8 @@ def test_members_are_asked_what_they_hold_behind_all_results_that_they_are_sent(
     group.join(2, "spot")
     group.round(1, range(2))
     group.told(1, SEATS)
-    for seat in range(2):
-        group.harness.push(seat, bucket(2))
+    for member_id in range(2):
+        group.harness.push(member_id, bucket(2))
 
     group.come_back(0, group.tokens[0])
 
@@ -230,13 +237,13 @@ def test_a_member_that_can_send_its_state_says_so_when_it_comes_back() -> None:
     group = Joinable()
     group.harness.restart()
     group.join(2, "spot")  # while no member has returned, it waits
-    for seat in (0, 1):
-        group.come_back(seat, group.tokens[seat])
-        group.told(seat)
-    for seat in (0, 1):
-        group.hold(seat, 1)
-    for seat in (0, 1):
-        group.harness.push(seat + 50, bucket(1), ONE)
+    for member_id in (0, 1):
+        group.come_back(member_id, group.tokens[member_id])
+        group.told(member_id)
+    for member_id in (0, 1):
+        group.hold(member_id, 1)
+    for member_id in (0, 1):
+        group.harness.push(member_id + 50, bucket(1), ONE)
     (reduce,) = group.harness.reduces
     group.harness.answer(reduce)
 
@@ -279,14 +286,14 @@ def test_what_members_called_before_a_learner_came_does_not_wait_for_it_after_a_
     tokens = [*group.tokens, welcome.token]
     for _ in range(restarts):
         group.harness.restart()
-        for seat in (0, 1, 2):
-            group.come_back(seat, tokens[seat])
-        for seat in (0, 1, 2):
-            group.hold(seat, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if seat < 2 else []))
-            group.told(seat)
+        for member_id in (0, 1, 2):
+            group.come_back(member_id, tokens[member_id])
+        for member_id in (0, 1, 2):
+            group.hold(member_id, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if member_id < 2 else []))
+            group.told(member_id)
 
-    for seat in (0, 1):  # behind round 1, of which the third knows nothing
-        group.harness.push(50 + seat, collective(0, 2), ONE, operation=all_reduce(4))
+    for member_id in (0, 1):  # behind round 1, of which the third knows nothing
+        group.harness.push(50 + member_id, collective(0, 2), ONE, operation=all_reduce(4))
     (reduce,) = group.harness.reduces
     group.harness.answer(reduce)
 
@@ -300,9 +307,9 @@ def test_what_members_call_again_after_the_round_before_it_came_is_theirs_alone(
     tokens = [*group.tokens, welcome.token]
     group.harness.restart()
     heard = [[m for m in group.come_back(s, tokens[s]) if isinstance(m, Membership)] for s in (0, 1, 2)]
-    for seat in (0, 1, 2):
-        group.hold(seat, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if seat < 2 else []))
-        group.told(seat)
+    for member_id in (0, 1, 2):
+        group.hold(member_id, 2, *([Span(State.LACKING, collective(0, 2), 0, 1)] if member_id < 2 else []))
+        group.told(member_id)
     news = heard[0][-1]
     assert (news.behind(1).names, news.behind(2).names) == (("w0", "w1"), ("w0", "w1", "spot"))
 
@@ -313,8 +320,8 @@ def test_what_members_call_again_after_the_round_before_it_came_is_theirs_alone(
     assert isinstance(error, MembershipChangedError)
     assert error.epoch == news.epoch
     group.harness.push(51, collective(0, 2), ONE, operation=operation, epoch=1)
-    for seat in (0, 1):
-        group.harness.push(50 + seat, collective(1, 2), ONE, operation=operation, epoch=news.epoch)
+    for member_id in (0, 1):
+        group.harness.push(50 + member_id, collective(1, 2), ONE, operation=operation, epoch=news.epoch)
 
     (reduce,) = group.harness.reduces
     assert (reduce.key, [given.rank for given in reduce.contributions]) == (collective(1, 2), [0, 1])

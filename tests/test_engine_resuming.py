@@ -354,7 +354,7 @@ def counted_and_gone() -> Group:
 
 
 def test_collectives_are_cut_among_present_members_also_when_the_departed_are_forgotten() -> None:
-    """Test that no record names w0, which had the lowest seat, once a round is over: three seats, two members."""
+    """Test that no record names w0, which had the lowest member, once a round is over: three members, two members."""
     group = Group(3, plan_of(4))
     group.harness.feed(Disconnected(SEATS, "it died", ended=True))
     for rank in (1, 2):
@@ -418,7 +418,7 @@ def test_in_rounds_that_the_coordinator_has_begun_itself_it_knows_all_seats() ->
 
     group.hold(0, 2, held(2, 0, (1.0, 1.0, 1.0)))
 
-    assert "weights of 3 seats" in group.refusal(0).message
+    assert "weights of 3 member ids" in group.refusal(0).message
 
 
 @pytest.mark.parametrize("policy", [OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP])
@@ -529,7 +529,7 @@ def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_
     assert [type(message) for message in group.told(0)] == [Resumed, Membership, Standing]
     _, news, done, _ = group.told(1)
     assert isinstance(news, Membership)
-    assert (news.epoch, news.seats) == (4, (0, 1))
+    assert (news.epoch, news.member_ids) == (4, (0, 1))
     assert done == RoundDone(0, 4)
 
 
@@ -605,7 +605,7 @@ def test_memberships_that_a_member_may_not_have_heard_of_are_said_again() -> Non
 
     news = group.told(0)[1]
     assert isinstance(news, Membership)
-    assert (news.epoch, news.seats, news.names) == (2, (0, 1), ("w0", "w1"))
+    assert (news.epoch, news.member_ids, news.names) == (2, (0, 1), ("w0", "w1"))
     assert group.told(1) == [Resumed(2, 3)]
 
 
@@ -631,7 +631,7 @@ def test_a_departure_that_was_never_written_down_is_found_out_and_epochs_do_not_
     for rank in (0, 1):
         told = group.told(rank)
         news = [message for message in told if isinstance(message, Membership)]
-        assert [one.seats for one in news] == [(0, 1, 2), (0, 1)]
+        assert [one.member_ids for one in news] == [(0, 1, 2), (0, 1)]
         assert 2 < news[0].epoch < news[1].epoch
         assert isinstance(told[-1], Standing)
     members = group.harness.group()["members"]
@@ -655,7 +655,7 @@ def test_a_learner_of_an_unwritten_time_has_to_join_again_and_the_others_go_on()
 
     error = group.refusal(2)
     assert isinstance(error, LeftOutError)
-    assert "this worker, in seat 2, came back to group 'default' when the others had gone on" in error.message
+    assert "this worker, with member id 2, came back to group 'default' when the others had gone on" in error.message
     for rank in (0, 1):
         assert isinstance(group.told(rank)[-1], Standing)
     assert group.state() == "active"

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from gradserver.engine.commands import Close, Send
 from gradserver.engine.events import Disconnected, Garbled, Received, Stop, Tick
 from gradserver.engine.link import decode_order, decode_report, encode_order, encode_report
-from gradserver.engine.order_fields import Departure, Newcomer, Seat
+from gradserver.engine.order_fields import Departure, Member, Newcomer
 from gradserver.engine.orders import (
     Break,
     CloseGroup,
@@ -126,7 +126,7 @@ def test_a_wrong_token_is_found_out_also_if_it_came_early() -> None:
     harness.sent(0)
     harness.flush()
 
-    assert "this is not the token of rank 0 in group 'default'" in str(told(harness, SEATS))
+    assert "this is not the token of member id 0 in group 'default'" in str(told(harness, SEATS))
     assert harness.shard(1).data.groups["default"].members.connections == [-1, -1]
 
 
@@ -372,18 +372,18 @@ def test_a_report_cannot_speak_of_members_or_buckets_that_there_are_not(record: 
 
 ERROR = NonFiniteError("w1 contributed NaN", worker="w1", rank=1, bucket="b", parameter="p", round=3)
 ORDERS: list[RemoteOrder] = [
-    OpenGroup("g", 3, (Seat(-1, "w0"), Seat(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), nonfinite=OnNonFinite.PROPAGATE),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(backup=2)),
-    OpenGroup("g", 3, (Seat(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(0, 75.0)),
+    OpenGroup("g", 3, (Member(-1, "w0"), Member(-1, "ü")), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32, "b" * 32)),
+    OpenGroup("g", 3, (Member(-1, "w0"),), 1 << 24, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, True, 1 << 22),
+    OpenGroup("g", 3, (Member(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), nonfinite=OnNonFinite.PROPAGATE),
+    OpenGroup("g", 3, (Member(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(backup=2)),
+    OpenGroup("g", 3, (Member(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(0, 75.0)),
     CutRound("g", 7, (1, 3)),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Break("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Configure("g", 1, 12, (0, 2), departed=(Departure(1, WorkerLeftError("it left", worker="w1", rank=1)),)),
     Configure("g", 7, 12, (0,), (), (Departure(1, WorkerLostError("it ended", worker="w1", rank=1), True),)),
-    Configure("g", 2, 12, (0, 2), (Newcomer(1, Seat(-1, "ü"), "a" * 32), Newcomer(3, Seat(-1, "w3"), first=4))),
-    Configure("g", 3, 13, (0, 1, 2), (Newcomer(3, Seat(-1, "w3"), listens=0, transfer=2),)),
+    Configure("g", 2, 12, (0, 2), (Newcomer(1, Member(-1, "ü"), "a" * 32), Newcomer(3, Member(-1, "w3"), first=4))),
+    Configure("g", 3, 13, (0, 1, 2), (Newcomer(3, Member(-1, "w3"), listens=0, transfer=2),)),
     Configure("g", 4, 14, (0, 1, 2), steady=True),
     CloseGroup("g"),
     Halt("g", ERROR, True),
@@ -429,11 +429,13 @@ KNOWN = st.sampled_from([((0.0, 2.5), 1, 2), ((1.0, 0.0, 3.0), 2, 1)])
 
 
 def opening(known: tuple[tuple[float, ...], int, int]) -> st.SearchStrategy[OpenGroup]:
-    """Return orders to open a group whose rates, shard, seats and tokens fit together."""
+    """Return orders to open a group whose rates, shard, members and tokens fit together."""
     rates, shard, members = known
-    seats = st.lists(st.builds(Seat, st.just(-1), st.text(max_size=9)), min_size=members, max_size=members).map(tuple)
+    founders = st.lists(st.builds(Member, st.just(-1), st.text(max_size=9)), min_size=members, max_size=members).map(
+        tuple
+    )
     tokens = st.just(("t" * 32,) * members)
-    return built(OpenGroup, rates=st.just(rates), shard=st.just(shard), seats=seats, tokens=tokens)
+    return built(OpenGroup, rates=st.just(rates), shard=st.just(shard), founders=founders, tokens=tokens)
 
 
 MADE_ORDERS = st.one_of(
@@ -525,7 +527,7 @@ def test_orders_that_cannot_be_are_refused(fields: list[Any]) -> None:
         (["plan", "g", "text", 0], "SetPlan.plan: expected a plan, got str of length 4"),
         (
             ["break", "g", 2000, ["E", "t", {}]],
-            "Break.seat: expected an integer from 0 to 1023, got 2000",
+            "Break.member_id: expected an integer from 0 to 1023, got 2000",
         ),
         (["halt", "g", ["E", "t"], True], "Halt.error: expected an error, got list of length 2"),
         (

@@ -324,11 +324,11 @@ def test_no_weights_are_asked_for_when_no_worker_joins(monkeypatch: pytest.Monke
     with LocalCluster(3, elastic=(1, 4), timeout=20.0) as cluster:
 
         def train(worker: Worker) -> int:
-            seat = worker.rank
+            member_id = worker.rank
             model = DistributedDataParallel(Convolutional(), worker)
             job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1))
             while job.round < 4:
-                if seat == 2 and job.round == 2:
+                if member_id == 2 and job.round == 2:
                     cluster.kill(worker.rank)
                 loss_of(model, *images(job.round, 2)).backward()
                 job.step()

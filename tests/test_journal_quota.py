@@ -127,7 +127,7 @@ def test_a_worker_that_founds_and_leaves_and_founds_again_is_refused_and_no_othe
 
 def come_and_go(there: Harness, number: int) -> GradServerError | None:
     """Let a worker join a running group of one, contribute to a round, and be lost. Return why it could not."""
-    plan, seat, round_number = plan_of(2), 1, 3 * number
+    plan, member_id, round_number = plan_of(2), 1, 3 * number
     there.join(SEATS + 1, f"{number:03}" + "n" * 90)
     if SEATS + 1 in there.closed:
         return there.refusal(SEATS + 1)
@@ -136,7 +136,7 @@ def come_and_go(there: Harness, number: int) -> GradServerError | None:
     there.push(0, bucket(round_number), floats(1, 1))
     transfers = [one for done in there.told(1, RoundDone) for one in done.transfers]
     there.receive(SEATS + 1, Ready(transfers[-1].number))
-    for rank in (0, seat):
+    for rank in (0, member_id):
         there.push(rank, bucket(round_number + 1), floats(1, 1))
     there.lose(1)
     there.push(0, bucket(round_number + 2), floats(1, 1))

@@ -108,8 +108,8 @@ def longest_name(world: int, filler: str = "w") -> str:
 
 def largest(world: int, name: str) -> list[tuple[Any, int]]:
     """Return each message at its worst in a group of so many workers with such names; and its payload's bytes."""
-    seats, names = ALL[:world], (name,) * world
-    transfers = tuple(Transfer(MAX_COUNTER, MAX_WORLD_SIZE - 1, seat) for seat in ALL)
+    member_ids, names = ALL[:world], (name,) * world
+    transfers = tuple(Transfer(MAX_COUNTER, MAX_WORLD_SIZE - 1, member_id) for member_id in ALL)
     shards = (URLS, (MAX_RATE,) * MAX_SHARDS, TOKEN)
     last = MAX_WORLD_SIZE - 1
     return [
@@ -117,14 +117,26 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (Join(TEXT, TEXT, last, MAX_WORLD_SIZE, MAX_TIMEOUT), -1),
         (
             Welcome(
-                *(LONG, last, MAX_COUNTER, MAX_COUNTER, names, *shards, seats, True, MAX_COUNTER, MAX_COUNTER, True),
+                *(
+                    LONG,
+                    last,
+                    MAX_COUNTER,
+                    MAX_COUNTER,
+                    names,
+                    *shards,
+                    member_ids,
+                    True,
+                    MAX_COUNTER,
+                    MAX_COUNTER,
+                    True,
+                ),
                 late="keep",
                 timeout=MAX_TIMEOUT,
                 nonfinite="leave-out",
             ),
             -1,
         ),
-        (Membership(MAX_COUNTER, seats, names, WIDE * 1000, True, seats, MAX_COUNTER), -1),
+        (Membership(MAX_COUNTER, member_ids, names, WIDE * 1000, True, member_ids, MAX_COUNTER), -1),
         (RoundDone(MAX_COUNTER, MAX_COUNTER, transfers), -1),
         (Push(KEY, MAX_COUNTER, MAX_WEIGHT, True, OPERATION, MAX_SLICES, PLACE, MAX_COUNTER, PLACE), -1),
         (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS), -1),
@@ -247,9 +259,9 @@ def test_as_many_as_there_can_be_come_back_at_once_and_all_are_told() -> None:
 
 def test_what_all_members_used_of_all_data_can_be_written_in_one_record() -> None:
     used = tuple(
-        Committed(f"data {data}", 0, seat, False, ((seat, seat + 1),))
+        Committed(f"data {data}", 0, member_id, False, ((member_id, member_id + 1),))
         for data in range(MAX_DATA)
-        for seat in range(MAX_WORLD_SIZE)
+        for member_id in range(MAX_WORLD_SIZE)
     )
     record = Round("g", 1, RoundRecord(3, (1.0,) * MAX_WORLD_SIZE, 0.0, 1.0, 0), used)
 
@@ -257,7 +269,7 @@ def test_what_all_members_used_of_all_data_can_be_written_in_one_record() -> Non
 
 
 def test_the_members_of_the_largest_group_can_be_written_down() -> None:
-    epoch = Epoch(LONG, MAX_COUNTER, MAX_COUNTER, tuple((seat, LONG) for seat in ALL), TEXT)
+    epoch = Epoch(LONG, MAX_COUNTER, MAX_COUNTER, tuple((member_id, LONG) for member_id in ALL), TEXT)
 
     assert read_record(*write_record(epoch)) == epoch
 

@@ -102,16 +102,19 @@ def agrees_with_the_ledger(cluster: LateSessions) -> None:
     told, ledger = cluster.told[cluster.members[0].rank], cluster.ledger()
     assert sorted(ledger) == list(range(ROUNDS))
     for number, record in ledger.items():
-        for seat in range(WORLD):
+        for member_id in range(WORLD):
             given_ = [
-                [len(w) > seat and w[seat] != 0 for w in (told[number, part, index].weights for index in range(count))]
+                [
+                    len(w) > member_id and w[member_id] != 0
+                    for w in (told[number, part, index].weights for index in range(count))
+                ]
                 for part, count in enumerate(cluster.slices)
             ]
             assert all(one == sorted(one, reverse=True) for one in given_), "what counted is no prefix"
             counts = [sum(one) for one in given_]
-            weight = record.weights[seat] if seat < len(record.weights) else 0.0
+            weight = record.weights[member_id] if member_id < len(record.weights) else 0.0
             assert (weight > 0) == any(counts)
-            said = {part: slices for giver, part, slices in record.cut if giver == seat}
+            said = {part: slices for giver, part, slices in record.cut if giver == member_id}
             if weight > 0 and said:
                 assert counts == [said.get(part, 0) for part in range(len(counts))]
             elif weight > 0:

@@ -166,10 +166,10 @@ def test_a_cluster_says_what_is_wrong_with_its_quorum() -> None:
 # ── between processes ─────────────────────────────────────────────────────────────────────────────────
 
 
-def told(workers: list[Program], seats: list[int], rounds: int) -> list[list[str]]:
-    for seat in seats:
-        workers[seat].tell(str(rounds))
-    return [[workers[seat].expect("result ") for _ in range(rounds)] for seat in seats]
+def told(workers: list[Program], member_ids: list[int], rounds: int) -> list[list[str]]:
+    for member_id in member_ids:
+        workers[member_id].tell(str(rounds))
+    return [[workers[member_id].expect("result ") for _ in range(rounds)] for member_id in member_ids]
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_one_slow_process_of_four_comes_back_into_step_and_dies(
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon(*options, "--state-dir", str(tmp_path)))
         workers = [
-            stack.enter_context(worker_program(coordinator.url, "rounds_as_told", seat, 4, channel, numel=600_000))
-            for seat in range(4)
+            stack.enter_context(worker_program(coordinator.url, "rounds_as_told", member_id, 4, channel, numel=600_000))
+            for member_id in range(4)
         ]
         for worker in workers:
             worker.expect("ready")

@@ -70,12 +70,12 @@ ORDER = Order(23, 17, True)
 class Model:
     """Workers that claim, use, come late, die and join, around positions that may be restored at any time."""
 
-    def __init__(self, seed: int, seats: int) -> None:
+    def __init__(self, seed: int, member_ids: int) -> None:
         self.chance = random.Random(seed)
         self.positions = Positions()
         self.written: list[Kind] = [Group("g", 8, 1.0)]
         self.round = self.epoch = 0
-        self.present = set(range(seats))
+        self.present = set(range(member_ids))
         self.numbers: Counter[int] = Counter()
         self.held: dict[int, Ranges] = dict.fromkeys(self.present, ())
         self.carried: dict[int, Ranges] = dict.fromkeys(self.present, ())
@@ -88,63 +88,65 @@ class Model:
         self.written += self.positions.states("g")
 
     def note_members(self) -> None:
-        self.written.append(Epoch("g", 1, self.round, tuple((seat, f"w{seat}") for seat in sorted(self.present)), ""))
+        self.written.append(
+            Epoch("g", 1, self.round, tuple((member_id, f"w{member_id}") for member_id in sorted(self.present)), "")
+        )
 
-    def claim(self, seat: int, wanted: int) -> bool:
-        self.numbers[seat] += 1
+    def claim(self, member_id: int, wanted: int) -> bool:
+        self.numbers[member_id] += 1
         use = self.positions.use("data")
-        answer = use.claim(seat, self.numbers[seat], self.epoch, wanted)
-        assert use.claim(seat, self.numbers[seat], self.epoch, wanted) == answer, "the same again"
+        answer = use.claim(member_id, self.numbers[member_id], self.epoch, wanted)
+        assert use.claim(member_id, self.numbers[member_id], self.epoch, wanted) == answer, "the same again"
         assert count(answer.ranges) <= wanted
         for held in self.held.values():
             assert not both(held, answer.ranges), "it is another worker's"
-        self.held[seat] = union(self.held[seat], answer.ranges)
+        self.held[member_id] = union(self.held[member_id], answer.ranges)
         if answer.ranges:
-            self.written.append(Claim("g", "data", seat, *answer))
+            self.written.append(Claim("g", "data", member_id, *answer))
         return bool(answer.ranges)
 
-    def say(self, seat: int, wanted: int) -> None:
-        """Let ``seat`` name its contribution to the open round: some of what it holds, and what it carries."""
-        if seat in self.cut:
+    def say(self, member_id: int, wanted: int) -> None:
+        """Let ``member_id`` name its contribution to the open round: some of what it holds, and what it carries."""
+        if member_id in self.cut:
             return  # nothing that it says of this round would count
-        if seat in self.said:
-            self.held[seat] = union(self.held[seat], self.said[seat])
-        used, self.held[seat] = lowest(self.held[seat], wanted)
-        self.said[seat] = union(used, self.carried.pop(seat, ()))
-        self.held[seat] = minus(self.held[seat], self.said[seat])
-        self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)
+        if member_id in self.said:
+            self.held[member_id] = union(self.held[member_id], self.said[member_id])
+        used, self.held[member_id] = lowest(self.held[member_id], wanted)
+        self.said[member_id] = union(used, self.carried.pop(member_id, ()))
+        self.held[member_id] = minus(self.held[member_id], self.said[member_id])
+        self.positions.used("data", self.epoch, member_id, self.round, self.said[member_id], self.round)
 
-    def late(self, seat: int, keep: bool) -> None:
-        self.cut.add(seat)
-        self.positions.not_counted(seat, self.round, keep)
+    def late(self, member_id: int, keep: bool) -> None:
+        self.cut.add(member_id)
+        self.positions.not_counted(member_id, self.round, keep)
         self.written += [use.state("g") for use in self.positions.unwritten()]
-        said = self.said.pop(seat, ())
+        said = self.said.pop(member_id, ())
         if keep:  # also if it is late with nothing, behind a round that it was late in already
-            self.carried[seat] = union(self.carried.get(seat, ()), said)
+            self.carried[member_id] = union(self.carried.get(member_id, ()), said)
 
-    def die(self, seat: int) -> None:
-        if len(self.present) > 1 and seat in self.present:
-            self.present.remove(seat)
-            self.positions.depart(seat)
-            self.held.pop(seat)
-            self.carried.pop(seat, None)
+    def die(self, member_id: int) -> None:
+        if len(self.present) > 1 and member_id in self.present:
+            self.present.remove(member_id)
+            self.positions.depart(member_id)
+            self.held.pop(member_id)
+            self.carried.pop(member_id, None)
             self.note_members()
 
-    def come(self, seat: int) -> None:
-        if seat not in self.present and seat not in self.said:
-            self.present.add(seat)
-            self.held[seat] = ()
-            self.numbers[seat] = 0
+    def come(self, member_id: int) -> None:
+        if member_id not in self.present and member_id not in self.said:
+            self.present.add(member_id)
+            self.held[member_id] = ()
+            self.numbers[member_id] = 0
             self.note_members()
 
     def over(self) -> None:
         """End the round. Chance decides whether a dead one counted."""
-        weights = {seat: 1.0 for seat in self.said if seat in self.present or self.chance.random() < 0.5}
-        partly = {seat for seat in weights if seat not in self.present}
+        weights = {member_id: 1.0 for member_id in self.said if member_id in self.present or self.chance.random() < 0.5}
+        partly = {member_id for member_id in weights if member_id not in self.present}
         found = self.positions.commit(self.round, self.present, weights, partly)
-        assert all(one.partly == (one.seat in partly) for one in found)
-        for seat in self.said.keys() & weights.keys():
-            assert self.said[seat] == union(*(one.ranges for one in found if one.seat == seat))
+        assert all(one.partly == (one.member_id in partly) for one in found)
+        for member_id in self.said.keys() & weights.keys():
+            assert self.said[member_id] == union(*(one.ranges for one in found if one.member_id == member_id))
         self.committed += found
         self.written.append(Round("g", 1, RoundRecord(self.round, (1.0,) * 8, 0.0, 0.0, 0), found))
         self.said, self.cut = {}, set()
@@ -160,26 +162,26 @@ class Model:
             for record in read:
                 books.apply(Dated(0.0, record))
         self.positions = books.groups["g"].positions
-        for seat in list(self.said):
-            if seat in self.present:
-                self.positions.used("data", self.epoch, seat, self.round, self.said[seat], self.round)
+        for member_id in list(self.said):
+            if member_id in self.present:
+                self.positions.used("data", self.epoch, member_id, self.round, self.said[member_id], self.round)
             else:
-                del self.said[seat]
+                del self.said[member_id]
 
     def do(self, what: tuple[Any, ...]) -> None:
-        name, seat, number, flag = what
-        there = seat in self.present
+        name, member_id, number, flag = what
+        there = member_id in self.present
         match name:
             case "claim" if there:
-                self.claim(seat, number)
+                self.claim(member_id, number)
             case "say" if there:
-                self.say(seat, number)
+                self.say(member_id, number)
             case "late" if there:
-                self.late(seat, flag)
+                self.late(member_id, flag)
             case "die":
-                self.die(seat)
+                self.die(member_id)
             case "come":
-                self.come(seat)
+                self.come(member_id)
             case "over":
                 self.over()
             case "restart":
@@ -192,9 +194,9 @@ class Model:
             use = self.positions.use("data")
             if use.finished and use.epoch == self.epoch:
                 return
-            for seat in sorted(self.present):
-                self.claim(seat, 3)
-                self.say(seat, 5)
+            for member_id in sorted(self.present):
+                self.claim(member_id, 3)
+                self.say(member_id, 5)
             self.over()
             self.positions.validate()
         raise AssertionError("some of it never comes to an end")
@@ -207,9 +209,9 @@ steps = st.tuples(names, st.integers(0, 3), st.integers(0, 9), st.booleans())
 @given(st.lists(st.lists(steps, max_size=25), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 2**16))
 @settings(max_examples=examples(200))
 def test_each_position_is_used_up_exactly_once_in_each_epoch(
-    epochs: list[list[tuple[Any, ...]]], seats: int, seed: int
+    epochs: list[list[tuple[Any, ...]]], member_ids: int, seed: int
 ) -> None:
-    model = Model(seed, seats)
+    model = Model(seed, member_ids)
     for epoch, done in enumerate(epochs):
         model.epoch = epoch
         for what in done:

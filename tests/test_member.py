@@ -60,7 +60,7 @@ class Alone:
 
     def __init__(self, slices: int = 3, **welcome: object) -> None:
         self.member = Member(NoMemory(), WORKSPACE)
-        welcome.setdefault("seats", tuple(range(len(NAMES))))
+        welcome.setdefault("member_ids", tuple(range(len(NAMES))))
         self.member.welcomed(Welcome("group", ME, 7, CREDIT, NAMES, **welcome))  # type: ignore[arg-type]
         self.plan: Plan = simple_plan([("b0", slices * SLICE_BYTES)], UINT8, Op.SUM)
         proposed = Waiting()
@@ -151,7 +151,7 @@ def test_a_failure_ends_what_waits_for_it_and_frees_its_credit() -> None:
 
 
 def test_a_late_member_sends_nothing_more_of_the_round() -> None:
-    alone = Alone(slices=4, seats=(0, 1, 2), late="drop")
+    alone = Alone(slices=4, member_ids=(0, 1, 2), late="drop")
     alone.push()
     assert alone.sends() == [0, 1]
 
@@ -165,7 +165,7 @@ def test_a_late_member_sends_nothing_more_of_the_round() -> None:
 
 
 def test_a_member_without_room_for_results_that_come_unasked_leaves() -> None:
-    alone = Alone(slices=1, seats=(0, 1, 2), late="drop")
+    alone = Alone(slices=1, member_ids=(0, 1, 2), late="drop")
     alone.member.stragglers.backlog.limit = 2 * SLICE_BYTES
 
     for number in range(3):
@@ -179,7 +179,7 @@ def test_a_member_without_room_for_results_that_come_unasked_leaves() -> None:
 
 
 def test_a_membership_is_in_force_behind_the_round_that_names_it() -> None:
-    alone = Alone(slices=1, seats=(0, 1, 2))
+    alone = Alone(slices=1, member_ids=(0, 1, 2))
     alone.member.membership_told(Membership(8, (1, 2), ("w1", "w2"), "w0 left", False))
     alone.push()
     alone.sends()
@@ -200,7 +200,7 @@ class Durable(Alone):
     """A member of a durable group."""
 
     def __init__(self, slices: int, **welcome: object) -> None:
-        super().__init__(slices, durable=True, token="secret", seats=(0, 1, 2), **welcome)
+        super().__init__(slices, durable=True, token="secret", member_ids=(0, 1, 2), **welcome)
         inventory = Inventory(
             self.member.identity, self.member.rounds, Regions(lambda _nbytes: None, lambda _data: None)
         )

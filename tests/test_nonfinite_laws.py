@@ -146,7 +146,7 @@ def test_every_member_gets_what_the_policy_says_slice_by_slice(
     assert sorted(ledger) == list(range(scenario.rounds))
     for number, record in ledger.items():
         due_counts = counts(scenario, number) if policy.sifts else {}
-        assert {(seat, part): slices for seat, part, slices, _ in record.nonfinite} == due_counts
+        assert {(member_id, part): slices for member_id, part, slices, _ in record.nonfinite} == due_counts
     cluster.leftovers()
 
 
@@ -204,11 +204,11 @@ def _of_span(scenario: Scenario, key: ExchangeKey, start: int, stop: int, policy
 
 
 def give(
-    salt: int, steadily: bool, seat: int, key: ExchangeKey, operation: Operation, attempt: int
+    salt: int, steadily: bool, member_id: int, key: ExchangeKey, operation: Operation, attempt: int
 ) -> tuple[float, Array | None]:
-    weight, values = (steady if steadily else contribution)(salt, seat, key, operation, attempt)
+    weight, values = (steady if steadily else contribution)(salt, member_id, key, operation, attempt)
     if key.stream == Stream.BUCKET and operation.op is Op.MEAN:
-        values = spoiled(values, (salt, seat, tuple(key)))
+        values = spoiled(values, (salt, member_id, tuple(key)))
     return weight, values
 
 
@@ -218,10 +218,12 @@ programs = st.lists(st.just(Step()), min_size=1, max_size=4)
 
 @given(st.integers(2, 4), sizes, programs, seeds, st.sampled_from(SIFTING), st.integers(0, 60), st.integers(0, 3))
 def test_a_death_changes_nothing_for_the_remaining_members(
-    world: int, buckets: list[int], program: list[Step], seed: int, policy: OnNonFinite, step: int, seat: int
+    world: int, buckets: list[int], program: list[Step], seed: int, policy: OnNonFinite, step: int, member_id: int
 ) -> None:
     cluster = ElasticCluster(world, buckets, program, seed, partial(give, seed, False), nonfinite=policy)
-    cluster.at[step] = lambda: cluster.remove(seat) if seat in cluster.members and len(cluster.members) > 1 else None
+    cluster.at[step] = lambda: (
+        cluster.remove(member_id) if member_id in cluster.members and len(cluster.members) > 1 else None
+    )
     cluster.run()
 
     for member in cluster.members.values():
@@ -286,9 +288,9 @@ def check_counts(cluster: Crashing) -> None:
         due: dict[tuple[int, int], int] = {}
         for (key, index), pushed in cluster.pushed.items():
             if key.stream == Stream.BUCKET and key.number == number:
-                for seat in cluster.not_finite_of(pushed, index, next(iter(pushed.values())).operation):
-                    due[seat, key.part] = due.get((seat, key.part), 0) + 1
-        assert {(seat, part): slices for seat, part, slices, _ in record.nonfinite} == due
+                for member_id in cluster.not_finite_of(pushed, index, next(iter(pushed.values())).operation):
+                    due[member_id, key.part] = due.get((member_id, key.part), 0) + 1
+        assert {(member_id, part): slices for member_id, part, slices, _ in record.nonfinite} == due
 
 
 @given(worlds, sizes, programs, fuses, seeds, st.sampled_from(SIFTING), happenings)

@@ -68,8 +68,8 @@ class Promoting(Joinable):
         """Let a member die, unless it is the last. Each process that it is connected to notices sooner or later."""
         if len(self.members) < 2:
             return
-        seat = sorted(self.members)[which % len(self.members)]
-        member = self.gone[seat] = self.members.pop(seat)
+        member_id = sorted(self.members)[which % len(self.members)]
+        member = self.gone[member_id] = self.members.pop(member_id)
         for place, line in member.lines.items():
             self.harness.waiting.pop(line, None)
             self.notices.append(partial(self.tell_of_end, self.process_at(member, place), line, "it died"))
@@ -78,7 +78,7 @@ class Promoting(Joinable):
 
 steps = st.one_of(st.just(Step()), st.just(Step()), st.builds(Step, st.just(Kind.ALL_REDUCE), st.integers(1, 10)))
 traps = st.builds(Trap, st.sampled_from([Boundary, Epoch, Entered]), st.integers(0, 9))
-seats = st.integers(0, 2)
+member_ids = st.integers(0, 2)
 nothing: st.SearchStrategy[dict[int, int]] = st.just({})
 losses = st.dictionaries(st.integers(0, 150), st.integers(0, 3), max_size=2)
 
@@ -95,7 +95,7 @@ def courses(
         traps=st.lists(traps, max_size=4),
         fuses=st.lists(st.integers(0, 60), max_size=2),
         kills=kills,
-        breaks=st.dictionaries(st.integers(0, 120), seats, max_size=2),
+        breaks=st.dictionaries(st.integers(0, 120), member_ids, max_size=2),
         seed=st.integers(0, 2**20),
         deaths=deaths,
     )
@@ -183,9 +183,9 @@ def those_left_have_the_same(cluster: Joinable) -> None:
         (outcome,) = set(got.values())
         pushed = cluster.pushed[key, index]
         operation = next(iter(pushed.values())).operation
-        gone = [seat for seat in pushed if seat in cluster.gone]
+        gone = [member_id for member_id in pushed if member_id in cluster.gone]
         some = [set(lost) for count in range(len(gone) + 1) for lost in combinations(gone, count)]
-        counted = [{seat: task for seat, task in pushed.items() if seat not in lost} for lost in some]
+        counted = [{member_id: task for member_id, task in pushed.items() if member_id not in lost} for lost in some]
         assert outcome in [cluster.outcome(those, index, operation) for those in counted]
     assert sorted(set(cluster.rounds())) == list(range(len(cluster.program)))
     boundaries_are_the_same_for_all(cluster)

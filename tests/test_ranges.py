@@ -77,8 +77,8 @@ def test_the_others_use_what_a_killed_worker_left(seed: int) -> None:
     with LocalCluster(4, elastic=(1, 4)) as cluster:
 
         def work(worker: Worker) -> None:
-            seat, chance = worker.rank, random.Random(f"{seed} {worker.rank}")
-            fatal = chance.randint(0, 3) if seat else -1
+            member_id, chance = worker.rank, random.Random(f"{seed} {worker.rank}")
+            fatal = chance.randint(0, 3) if member_id else -1
             worker.agree(PLAN)
             data = DataRanges(LENGTH, worker, batch_size=chance.randint(1, 4), seed=seed, prefetch=chance.randint(0, 3))
 
@@ -159,7 +159,7 @@ def test_a_job_goes_on_from_its_checkpoint_with_any_number_of_workers(tmp_path: 
 
 
 def test_the_survivors_of_an_elastic_job_use_what_the_dead_left() -> None:
-    used: dict[str, list[tuple[int, int]]] = {f"worker-{seat}": [] for seat in range(3)}
+    used: dict[str, list[tuple[int, int]]] = {f"worker-{member_id}": [] for member_id in range(3)}
 
     with LocalCluster(3, elastic=(1, 3)) as cluster:
 
@@ -215,13 +215,14 @@ def test_a_process_that_is_killed_leaves_what_it_has_not_used_to_the_others(shar
             Daemon("--workers", "1:3", "--gather", "60", "--shards", str(shards), "--state-dir", str(tmp_path))
         )
         workers = [
-            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat), loaded="torch")) for seat in range(3)
+            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(member_id), loaded="torch"))
+            for member_id in range(3)
         ]
         workers[1].expect("round 2")
         workers[1].send_signal(signal.SIGKILL)
-        for seat in (0, 2):
-            workers[seat].expect("ok")
-            assert workers[seat].end() == 0
+        for member_id in (0, 2):
+            workers[member_id].expect("ok")
+            assert workers[member_id].end() == 0
     committed, partly = of_ledger(tmp_path)
     assert committed == dict.fromkeys(range(300), 1)
     assert partly <= {1}
@@ -232,7 +233,8 @@ def test_a_coordinator_that_is_killed_and_comes_back_knows_each_workers_data(tmp
     with ExitStack() as stack:
         coordinator = stack.enter_context(Daemon(*options))
         workers = [
-            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(seat), loaded="torch")) for seat in range(3)
+            stack.enter_context(Program(str(PROGRAM), coordinator.url, str(member_id), loaded="torch"))
+            for member_id in range(3)
         ]
         for number in (3, 9):
             workers[0].expect(f"round {number}")
@@ -250,7 +252,7 @@ def test_a_coordinator_that_is_killed_and_comes_back_knows_each_workers_data(tmp
 
 
 def of_ledger(directory: Path) -> tuple[Counter[int], set[int]]:
-    """Return how often each position was used up, and those of seats that counted in some slices only."""
+    """Return how often each position was used up, and those of members that counted in some slices only."""
     from gradserver.engine.records import Round
     from gradserver.ledger.command import _files, _read
 
@@ -261,7 +263,7 @@ def of_ledger(directory: Path) -> tuple[Counter[int], set[int]]:
     }
     used_up = [used for found in rounds.values() for used in found]
     positions = (position for used in used_up for start, stop in used.ranges for position in range(start, stop))
-    return Counter(positions), {used.seat for used in used_up if used.partly}
+    return Counter(positions), {used.member_id for used in used_up if used.partly}
 
 
 # ── what cannot be ────────────────────────────────────────────────────────────────────────────────────

@@ -141,7 +141,7 @@ def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert logs == ["group 'g': waiting for 'b' to come back, for 60 s; it was in round 8, epoch 2"]
     group = found.control.groups["g"]
     assert (group.state.value, group.rounds.number, group.members.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
-    assert group.members.seats.present == (1,)
+    assert group.members.identities.present == (1,)
     assert found.next_deadline() == 60.0
 
 
@@ -180,7 +180,7 @@ def test_a_group_that_needs_as_many_workers_as_it_has_goes_on(tmp_path: Path) ->
     found, _ = engine(tmp_path, 2)
 
     assert found.control.groups["g"].policy.needs_all
-    assert len(found.control.groups["g"].members.by_seat) == 2
+    assert len(found.control.groups["g"].members.by_id) == 2
 
 
 def test_a_record_that_cannot_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

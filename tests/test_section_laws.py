@@ -44,7 +44,7 @@ worlds = st.integers(1, 4)
 fuses = st.lists(st.integers(0, 40), max_size=6)
 seeds = st.integers(0, 2**20)
 ends = st.dictionaries(st.integers(0, 3), st.integers(0, 4), max_size=3)
-"""From which round on a seat has no data."""
+"""From which round on a member has no data."""
 happenings = st.dictionaries(
     st.integers(0, 120),
     st.tuples(st.integers(0, 3), st.sampled_from(["dies", "breaks", "breaks unnoticed", "waits"])),

@@ -120,7 +120,9 @@ def joined_session(tape: Tape, *shards: Any, **more: Any) -> Session:
     """Make a session that joins as rank 1 of a group of three, with the ``shards`` and more of the Welcome."""
     session = Session(tape, timeout=10.0)
     joining = session.join(Join("group", "w1", 1, 3, 10.0))
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, *shards, **{"seats": tuple(range(len(NAMES))), **more}), ())
+    session.receive(
+        Welcome("group", 1, 7, CREDIT, NAMES, *shards, **{"member_ids": tuple(range(len(NAMES))), **more}), ()
+    )
     joining.wait()
     tape.take()
     return session
@@ -195,7 +197,7 @@ def test_joining_is_done_when_welcomed(tape: Tape) -> None:
     with pytest.raises(UsageError, match="has not joined"):
         _ = session.membership
 
-    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, seats=tuple(range(len(NAMES)))), ())
+    session.receive(Welcome("group", 1, 7, CREDIT, NAMES, member_ids=tuple(range(len(NAMES)))), ())
     handle.wait()
     assert session.membership.epoch == 7
 

@@ -32,8 +32,8 @@ GATHER = Operation(Kind.ALL_GATHER, Op.NONE, UINT8, 3 << 20)
 
 
 def elastic_session(tape: Tape, **shards: Any) -> Session:
-    """Make seat 1 of three, with the ``shards`` of the Welcome."""
-    return joined_session(tape, seats=(0, 1, 2), **shards)
+    """Make member 1 of three, with the ``shards`` of the Welcome."""
+    return joined_session(tape, member_ids=(0, 1, 2), **shards)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_shard_that_speaks_of_a_membership_first_is_waited_with_until_it_was_t
 
 def test_a_learner_takes_the_state_from_another_when_the_first_one_does_not_send_it(tape: Tape) -> None:
     """Test that it waits for no deadline, whether it asked for a part before it heard of that or asks after it."""
-    session = joined_session(tape, seats=(0, 1, 2), joins=True)
+    session = joined_session(tape, member_ids=(0, 1, 2), joins=True)
     first, second = Transfer(1, 0, 1), Transfer(2, 2, 1)
     session.receive(RoundDone(3, 7, (first,)), ())
     receiving = Task(receive, session, first)
@@ -254,7 +254,7 @@ def test_weights_that_differ_from_slice_to_slice_are_told_by_the_largest(session
     [
         Membership(8, (0, 2), ("w0", "w2"), "this one is gone", True),
         Membership(8, (1, 2), ("w1",), "a name too few", True),
-        Welcome("group", 1, 7, CREDIT, NAMES, seats=(0, 1)),
+        Welcome("group", 1, 7, CREDIT, NAMES, member_ids=(0, 1)),
     ],
 )
 def test_memberships_that_cannot_be_are_refused(session: Session, message: Membership | Welcome) -> None:

@@ -174,7 +174,7 @@ def _one_gets_another_bit(commands: list[Command]) -> list[Command]:
 
 def _short(record: Round) -> Round:
     done = record.record
-    cut = tuple((seat, part, max(slices - 1, 0)) for seat, part, slices in done.cut)
+    cut = tuple((member_id, part, max(slices - 1, 0)) for member_id, part, slices in done.cut)
     return replace(record, record=replace(done, cut=cut))
 
 

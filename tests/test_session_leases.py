@@ -78,7 +78,7 @@ def test_what_a_round_that_closed_without_this_worker_used_is_used_in_the_next(s
 
 
 def test_what_a_worker_gave_too_late_it_says_to_have_used_when_it_counts(tape: Tape) -> None:
-    session = joined_session(tape, seats=(0, 1, 2), late="keep")
+    session = joined_session(tape, member_ids=(0, 1, 2), late="keep")
     agree(session, tape, plan_of(1))
     data = ranges_of(session, tape)
     push(session, 0)

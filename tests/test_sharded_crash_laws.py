@@ -58,8 +58,8 @@ def run(
 def plan_losses(cluster: Sharded, kills: dict[int, int], crashes: list[int], breaks: dict[int, int]) -> None:
     """Plan losses of coordinators, shards and connections at these steps; where both are due, the shard is lost."""
     cluster.fuses = list(crashes)
-    for step, seat in breaks.items():
-        cluster.at[step] = partial(cluster.break_line, seat)
+    for step, member_id in breaks.items():
+        cluster.at[step] = partial(cluster.break_line, member_id)
     for step, which in kills.items():
         cluster.at[step] = partial(cluster.kill_any, which)
 
@@ -202,7 +202,7 @@ def nobody_was_left_out(cluster: Joinable) -> None:
 
 
 def boundaries_are_the_same_for_all(cluster: Joinable) -> None:
-    """Check that after each round all that contributed to it have the same epoch and seats."""
+    """Check that after each round all that contributed to it have the same epoch and members."""
     found: dict[int, set[tuple[int, tuple[int, ...]]]] = {}
     for member in cluster.members.values():
         first = member.first if isinstance(member, Latecomer) else 0
@@ -247,7 +247,7 @@ def let_in(cluster: Sharded) -> tuple[int, list[int]]:
     cluster.settle()
     ((welcome, _),) = harness.waiting.pop(line)
     assert isinstance(welcome, Welcome)
-    attend = Attend("default", welcome.epoch, welcome.seats[welcome.rank], welcome.token)
+    attend = Attend("default", welcome.epoch, welcome.member_ids[welcome.rank], welcome.token)
     lines = []
     for url in welcome.shards:
         lines.append(harness.number())

@@ -76,17 +76,17 @@ class Training(Harness):
         assert self.waits()
         return told
 
-    def part(self, told: Transfer, index: int, nbytes: int, seat: int = 2) -> None:
+    def part(self, told: Transfer, index: int, nbytes: int, member_id: int = 2) -> None:
         """Let so much of the state come."""
-        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, seat)
+        key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, member_id)
         operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, nbytes)
         self.push(LEARNER, key, operation=operation)
         self.push(told.donor, key, np.zeros(nbytes, np.uint8).tobytes(), operation=operation)
 
-    def half(self, told: Transfer, seat: int, line: int, index: int = 0) -> None:
+    def half(self, told: Transfer, member_id: int, line: int, index: int = 0) -> None:
         """Send one end of a part of the state."""
         key = ExchangeKey(2, index, STATE_TAG + told.number, told.donor, told.learner)
-        payload = np.zeros(8, np.uint8).tobytes() if seat == told.donor else None
+        payload = np.zeros(8, np.uint8).tobytes() if member_id == told.donor else None
         self.push(line, key, payload, operation=Operation(Kind.TRANSFER, Op.NONE, UINT8, 8))
 
     def states(self) -> list[ExchangeKey]:
@@ -309,7 +309,7 @@ def test_a_listener_that_lacks_some_of_the_state_gets_that_of_another_member() -
 
 @pytest.mark.parametrize("expected", [False, True])
 def test_a_state_for_the_seats_former_worker_goes_nowhere(expected: bool) -> None:
-    """Test a worker in the same seat that is to get another one, too."""
+    """Test a worker in the same member that is to get another one, too."""
     driven = Training()
     told = driven.begin()
     driven.lose(LEARNER)

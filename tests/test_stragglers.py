@@ -66,7 +66,7 @@ def courses(deaths: st.SearchStrategy[dict[int, int]] = kills) -> st.SearchStrat
 
 def run(course: Course) -> LateCluster:
     cluster = LateCluster(3, course.sizes, 4, course.lateness, course.seed, course.rates)
-    for number, (what, seat) in enumerate(course.steps):
+    for number, (what, member_id) in enumerate(course.steps):
         if number in course.deaths:
             cluster.kill(course.deaths[number])
         match what:
@@ -76,16 +76,16 @@ def run(course: Course) -> LateCluster:
                 cluster.pass_on()
             case "wait":
                 cluster.harness.wait(1.0)
-            case "step" if seat in cluster.members:
-                cluster.step(seat)
-            case "deliver" if seat in cluster.members:
-                cluster.deliver(seat)
-            case "run" if seat in cluster.members:  # two of three come as far as they can, one does nothing
+            case "step" if member_id in cluster.members:
+                cluster.step(member_id)
+            case "deliver" if member_id in cluster.members:
+                cluster.deliver(member_id)
+            case "run" if member_id in cluster.members:  # two of three come as far as they can, one does nothing
                 for _ in range(40):
                     cluster.reduce()
                     cluster.pass_on()
                     for other in list(cluster.members):
-                        if other != seat:
+                        if other != member_id:
                             cluster.step(other)
                             cluster.deliver(other)
                 cluster.harness.wait(1.0)
@@ -116,7 +116,7 @@ def comes_to_its_end_in_run(seed: int) -> LateCluster:
 
 
 def counted(cluster: LateCluster) -> Counter[tuple[int, int, int, int]]:
-    """Return the weight with which each gradient counted in all, by its seat and round, bucket and slice."""
+    """Return the weight with which each gradient counted in all, by its member and round, bucket and slice."""
     found: Counter[tuple[int, int, int, int]] = Counter()
     for command in cluster.reductions:
         for slice_offset in range(command.numel // ELEMENTS):
@@ -172,7 +172,7 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(cours
         for number, weight in enumerate(member.weights):
             for part, size in enumerate(course.sizes):
                 for index in range(size):
-                    once = found[member.seat, number, part, index]
+                    once = found[member.member_id, number, part, index]
                     late = (number, part, index) in member.without
                     if course.lateness.keeps:
                         assert once + kept[number, part, index] == pytest.approx(weight, rel=1e-12)
@@ -183,7 +183,7 @@ def test_each_gradient_counts_once_or_not_at_all_and_is_kept_until_it_does(cours
         for number, weight in enumerate(member.weights):
             for part, size in enumerate(course.sizes):
                 for index in range(size):
-                    once = found[member.seat, number, part, index]
+                    once = found[member.member_id, number, part, index]
                     assert once == 0 or once == pytest.approx(weight, rel=1e-12)
 
 

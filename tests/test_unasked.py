@@ -40,7 +40,7 @@ from tests.test_shard_laws import small_shares
 SLICE = 8
 """Bytes in these tests: two elements."""
 OBSERVER = 2
-"""The seat of a worker that is about to become a member: it takes no part, and listens."""
+"""The member of a worker that is about to become a member: it takes no part, and listens."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,9 +50,9 @@ def _small_slices() -> Iterator[None]:
 
 
 def observe(data: Data, first: int = 0) -> None:
-    """Let the last of three seats listen from round ``first`` on, and take no part."""
+    """Let the last of three members listen from round ``first`` on, and take no part."""
     group = data.groups["default"]
-    group.members.seats.depart(OBSERVER)
+    group.members.identities.depart(OBSERVER)
     group.table.world_size = 2
     group.listeners.rounds[OBSERVER] = first
 
@@ -281,8 +281,8 @@ def tape() -> Tape:
 
 
 def late_session(tape: Tape, *slices: float) -> Session:
-    """Make seat 1 of an elastic group, in round 0 of a plan of as many slices in each bucket."""
-    session = joined_session(tape, seats=(0, 1, 2))
+    """Make member 1 of an elastic group, in round 0 of a plan of as many slices in each bucket."""
+    session = joined_session(tape, member_ids=(0, 1, 2))
     sizes = [(f"b{part}", int(size * SLICE_BYTES)) for part, size in enumerate(slices)]
     agree(session, tape, simple_plan(sizes, UINT8, Op.SUM))
     return session
@@ -368,7 +368,7 @@ class TestSession:
 
     def test_each_shard_is_told_of_its_own(self) -> None:
         tape = Shards()
-        session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret", seats=(0, 1, 2))
+        session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret", member_ids=(0, 1, 2))
         agree(session, tape, simple_plan([("b0", 3 * SLICE_BYTES)], UINT8, Op.SUM))
         for shard in (2, 0, 1):
             unasked(session, 0, shard, shard, shard=shard)

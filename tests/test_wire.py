@@ -95,7 +95,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Failure(Scope.EXCHANGE, "WorkerLostError", "gone", {"rank": 3, "worker": "w3", "more": ("a", "b")}, KEY), []),
     (Join("default", "w0", -1, 4, 60.0), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1")), []),
-    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 2)), []),
+    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), member_ids=(0, 2)), []),
     (Membership(6, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 3 (it died); 2 workers go on", True), []),
     (Membership(6, (0, 2), ("w0", "w2"), "'w2' (rank 1) joined in round 3; 2 workers go on", False, (2,), 3), []),
     (RoundDone(211, 6, (Transfer(3, 0, 2),)), []),
@@ -148,7 +148,12 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Enlisted(2), []),
     (Ordered(), [b"order"]),
     (Reported(), [b"report"]),
-    (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), seats=(0, 1), token="ab" * 16, durable=True, incarnation=3), []),
+    (
+        Welcome(
+            "default", 1, 5, 1 << 24, ("w0", "w1"), member_ids=(0, 1), token="ab" * 16, durable=True, incarnation=3
+        ),
+        [],
+    ),
     (Push(KEY, 0, 1.0, True, None, 1, Place(3, 4096), 0, Place(4, 4096)), []),
     (Resume("default", 2, "ab" * 16, 6, "cd" * 32), []),
     (Resumed(3, 7), []),

@@ -170,15 +170,15 @@ class Newcomers:
         self._worker = worker
         self._is_one = worker.joins
         """True if this worker has not been compared yet."""
-        self._seats = frozenset(worker._session.membership.seats)
+        self._attached = frozenset(worker._session.membership.member_ids)
         self._due = False
         self._asked: deque[_Asked] = deque()
         worker.on_membership(self._heard)
 
     def _heard(self, news: Membership) -> None:
         """Note the new members of a membership, which is in force after the first round that they took part in."""
-        self._due = self._due or self._is_one or not self._seats.issuperset(news.seats)
-        self._seats = frozenset(news.seats)
+        self._due = self._due or self._is_one or not self._attached.issuperset(news.member_ids)
+        self._attached = frozenset(news.member_ids)
 
     def check(self, modules: Sequence[nn.Module], number: int) -> None:
         """Compare weights if a member is new. All members call it between the same two rounds.

@@ -264,8 +264,8 @@ class Collectives(Transfers):
         """
         root = self._check_rank(root_of(root, "src", src), "root")
         bound, world = bind(tensor, writes=True), self.world_size
-        seat = self._session.member_of(root)
-        operation = operation_of(Kind.SCATTER, Op.NONE, bound.dtype, bound.numel * world, seat)
+        member_id = self._session.member_of(root)
+        operation = operation_of(Kind.SCATTER, Op.NONE, bound.dtype, bound.numel * world, member_id)
         source: Source | None = None
         if root == self.rank:
             rows = self._rows_of(parts, bound)

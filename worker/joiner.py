@@ -47,7 +47,7 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
         try:
             tree, nbytes = receive(session, transfer)
         except (PeerError, DeadlineError) as error:
-            log.info("the state of seat %d did not come (%s): another one is asked for it", transfer.donor, error)
+            log.info("the state of member id %d did not come (%s): another one is asked for it", transfer.donor, error)
             session.tell(Enter(transfer.number))
             continue
         arrival = Arrival(_name_of(session, transfer.donor), nbytes, time.monotonic() - began)
@@ -60,9 +60,9 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
             session.tell(Ready(transfer.number))
 
 
-def _name_of(session: Session, seat: int) -> str:
+def _name_of(session: Session, member_id: int) -> str:
     here = session.membership
-    return here.names[here.seats.index(seat)] if seat in here.seats else f"seat {seat}"
+    return here.names[here.member_ids.index(member_id)] if member_id in here.member_ids else f"member {member_id}"
 
 
 def receive(session: Session, transfer: Transfer) -> tuple[Tree, int]:

@@ -69,9 +69,9 @@ def exchange_parts(
         handle._complete()
         return handle
     step = SLICE_BYTES // world
-    seat = session.member_of(root) if root >= 0 else -1
+    member_id = session.member_of(root) if root >= 0 else -1
     numel = framed_length(longest, step) * (1 if kind in JOINED else world)
-    operation = operation_of(kind, Op.FRAMED, UINT8, numel, seat)
+    operation = operation_of(kind, Op.FRAMED, UINT8, numel, member_id)
     layout = layout_of(operation, world)
     source = None if given is None else Frames(given, step, layout.count)
     gets = kind is not Kind.GATHER or root == rank

@@ -27,9 +27,9 @@ class Order(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """The ranges that a seat holds, and the answer to its last claim."""
+    """The ranges that a member holds, and the answer to its last claim."""
 
-    seat: Rank
+    member_id: Rank
     held: _Ranges
     number: Count
     epoch: Seed
@@ -39,7 +39,7 @@ class Holder(NamedTuple):
 @kind(10)
 @dataclass(frozen=True, slots=True)
 class Data(Kind):
-    """All about the use of one kind of data: what is left of ``epoch``, and what each seat holds of it.
+    """All about the use of one kind of data: what is left of ``epoch``, and what each member holds of it.
 
     ``by`` names the member that used it first, and ``begun`` says whether any was claimed.
     """
@@ -57,22 +57,22 @@ class Data(Kind):
 @kind(11)
 @dataclass(frozen=True, slots=True)
 class Claim(Kind):
-    """Ranges of ``epoch`` are handed out to ``seat``: its claim of this ``number``."""
+    """Ranges of ``epoch`` are handed out to ``member_id``: its claim of this ``number``."""
 
     group: Name
     name: Name
-    seat: Rank
+    member_id: Rank
     number: Count
     epoch: Seed
     ranges: _Ranges
 
 
 class Committed(NamedTuple):
-    """Ranges of ``epoch`` that ``seat`` used up in a round; ``partly``: it counted in some slices only."""
+    """Ranges of ``epoch`` that ``member_id`` used up in a round; ``partly``: it counted in some slices only."""
 
     name: Name
     epoch: Seed
-    seat: Rank
+    member_id: Rank
     partly: Flag
     ranges: _Ranges
 

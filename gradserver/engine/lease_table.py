@@ -7,16 +7,17 @@ A position's life:
     LEFT   Claim                                             HELD   the lowest go first; no other gets them
     HELD   the same Claim again                              HELD   the same answer, that may have been lost
     HELD   Used in round n, which is not over                USED
-    HELD   Used in round n, which is over without the seat   HELD   it will count later … or LEFT, if it is dropped
+    HELD   Used in round n, which is over without it           HELD   it will count later … or LEFT, if it is dropped
     HELD   its holder departs                                LEFT
     USED   Used in round n again, without it                 HELD
-    USED   round n is over, and the seat counted             DONE   marked, if it counted in some slices only
-    USED   round n is over without the seat                  HELD   it will count later … or LEFT, if it is dropped
+    USED   round n is over, and the member counted             DONE   marked, if it counted in some slices only
+    USED   round n is over without the member                  HELD   it will count later … or LEFT, if it is dropped
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
     DONE   all are, and a member claims of the next epoch    LEFT
 
-Nothing here knows ranks, nor how many workers there are. A *seat* stands for a worker, as everywhere in the engine.
+Nothing here knows ranks, nor how many workers there are. A *member id* stands for a worker, as everywhere in the
+engine.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class Use:
     begun: bool = False
     """True if a member has claimed any."""
     held: dict[int, Ranges] = field(default_factory=dict)
-    """Ranges that seats hold and have not said to be used."""
+    """Ranges that members hold and have not said to be used."""
     used: dict[tuple[int, int], Ranges] = field(default_factory=dict)
-    """Ranges in the contributions to rounds that are not over, by round and seat."""
+    """Ranges in the contributions to rounds that are not over, by round and member id."""
     answers: dict[int, Answer] = field(default_factory=dict)
-    """Answers to the last claim of each seat."""
+    """Answers to the last claim of each member."""
 
     @property
     def finished(self) -> bool:
@@ -77,9 +78,9 @@ class Use:
     def _all(self) -> Ranges:
         return ((0, self.order.length),) if self.order.length else ()
 
-    def claim(self, seat: int, number: int, epoch: int, wanted: int) -> Answer:
+    def claim(self, member_id: int, number: int, epoch: int, wanted: int) -> Answer:
         """Hand out as many as are ``wanted``, or are left."""
-        before = self.answers.get(seat)
+        before = self.answers.get(member_id)
         if before is not None and before.number == number:
             return before
         if epoch == self.epoch + 1 and self.finished:
@@ -87,13 +88,13 @@ class Use:
         if epoch > self.epoch:
             raise OutOfStepError(f"epoch {epoch} of data {self.name!r} cannot begin: epoch {self.epoch} is not used up")
         ranges, rest = lowest(self.left, wanted) if epoch == self.epoch else ((), self.left)
-        mine = union(self.held.get(seat, ()), ranges)
-        self._check_pieces(len(rest) + len(mine) - len(self.left) - len(self.held.get(seat, ())))
+        mine = union(self.held.get(member_id, ()), ranges)
+        self._check_pieces(len(rest) + len(mine) - len(self.left) - len(self.held.get(member_id, ())))
         if ranges:
-            self.left, self.held[seat] = rest, mine
+            self.left, self.held[member_id] = rest, mine
         self.begun = self.begun or wanted > 0
         answer = Answer(number, epoch, ranges)
-        self.answers[seat] = answer
+        self.answers[member_id] = answer
         return answer
 
     @property
@@ -102,15 +103,15 @@ class Use:
         parts = [self.left, *self.held.values(), *self.used.values(), *(one.ranges for one in self.answers.values())]
         return sum(map(len, parts))
 
-    def claimable(self, seat: int, number: int, wanted: int) -> int:
+    def claimable(self, member_id: int, number: int, wanted: int) -> int:
         """Return the number of ranges that the answer to a claim has, at most."""
-        before = self.answers.get(seat)
+        before = self.answers.get(member_id)
         return len(before.ranges) if before is not None and before.number == number else min(len(self.left), wanted)
 
-    def say_used(self, seat: int, round_number: int, ranges: Ranges) -> None:
-        """Note that ``ranges``, and nothing else that ``seat`` holds, are in its contribution to a round."""
-        before = self.used.get((round_number, seat), ())
-        held = union(self.held.get(seat, ()), before)
+    def say_used(self, member_id: int, round_number: int, ranges: Ranges) -> None:
+        """Note that ``ranges``, and nothing else that ``member_id`` holds, are in its contribution to a round."""
+        before = self.used.get((round_number, member_id), ())
+        held = union(self.held.get(member_id, ()), before)
         strange = minus(ranges, held)
         if strange:
             raise MalformedMessageError(
@@ -118,23 +119,23 @@ class Use:
                 f"hold them"
             )
         rest = minus(held, ranges)
-        self._check_pieces(len(rest) + len(ranges) - len(before) - len(self.held.get(seat, ())))
-        _set(self.held, seat, rest)
-        _set(self.used, (round_number, seat), ranges)
+        self._check_pieces(len(rest) + len(ranges) - len(before) - len(self.held.get(member_id, ())))
+        _set(self.held, member_id, rest)
+        _set(self.used, (round_number, member_id), ranges)
 
-    def give_back(self, seat: int, ranges: Ranges) -> None:
-        """Leave to all what ``seat`` holds of ``ranges``."""
-        back = both(self.held.get(seat, ()), ranges)
-        _set(self.held, seat, minus(self.held.get(seat, ()), back))
+    def give_back(self, member_id: int, ranges: Ranges) -> None:
+        """Leave to all what ``member_id`` holds of ``ranges``."""
+        back = both(self.held.get(member_id, ()), ranges)
+        _set(self.held, member_id, minus(self.held.get(member_id, ()), back))
         self.left = union(self.left, back)
 
-    def take_up(self, seat: int, ranges: Ranges, holder: int | None) -> None:
-        """Do as was written: ``ranges`` are held by ``holder`` now, or used up. Before they were left, or a seat's.
+    def take_up(self, member_id: int, ranges: Ranges, holder: int | None) -> None:
+        """Do as was written: ``ranges`` are held by ``holder`` now, or used up. Before they were left, or a member's.
 
-        The record does not name that seat: it may have departed, or have dropped them.
+        The record does not name that member: it may have departed, or have dropped them.
         """
         self.left = minus(self.left, ranges)
-        for other in (seat, *self.held.keys() - {seat}):
+        for other in (member_id, *self.held.keys() - {member_id}):
             _set(self.held, other, minus(self.held.get(other, ()), ranges))
         if holder is not None:
             _set(self.held, holder, union(self.held.get(holder, ()), ranges))
@@ -150,12 +151,14 @@ class Use:
     def state(self, group: str) -> Data:
         """Make a record of all of it. What is used in open rounds is held, or left if its holder has departed."""
         left, held = self.left, dict(self.held)
-        for (_, seat), ranges in self.used.items():
-            if seat in self.answers:
-                held[seat] = union(held.get(seat, ()), ranges)
+        for (_, member_id), ranges in self.used.items():
+            if member_id in self.answers:
+                held[member_id] = union(held.get(member_id, ()), ranges)
             else:
                 left = union(left, ranges)
-        holders = tuple(Holder(seat, held.get(seat, ()), *self.answers[seat]) for seat in sorted(self.answers))
+        holders = tuple(
+            Holder(member_id, held.get(member_id, ()), *self.answers[member_id]) for member_id in sorted(self.answers)
+        )
         return Data(group, self.name, self.order, self.by, self.epoch, self.begun, left, holders)
 
 
@@ -164,18 +167,18 @@ class Positions:
 
     Attributes:
         uses: by name.
-        users: the round from which on each seat says, in every round, what it used; by name and seat.
+        users: the round from which on each member says, in every round, what it used; by name and member id.
     """
 
     def __init__(self) -> None:
         self.uses: dict[str, Use] = {}
         self.users: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, int], int] = {}
-        """The last round of which each seat has said so."""
+        """The last round of which each member has said so."""
         self._dropped: dict[int, int] = {}
-        """The last round of each seat that does not count, and never will."""
+        """The last round of each member that does not count, and never will."""
         self._kept: dict[int, int] = {}
-        """The last round of each seat that does not count, but later will."""
+        """The last round of each member that does not count, but later will."""
         self._unwritten: set[str] = set()
         """Data with a state that is to be written anew: ranges were given back, and no other record says so."""
 
@@ -211,40 +214,40 @@ class Positions:
             raise MalformedMessageError(f"no member has registered data {name!r}")
         return self.uses[name]
 
-    def used(self, name: str, epoch: int, seat: int, round_number: int, ranges: Ranges, over: int) -> None:
-        """Note what ``seat`` says to be in its contribution to a round; rounds before ``over`` are over."""
+    def used(self, name: str, epoch: int, member_id: int, round_number: int, ranges: Ranges, over: int) -> None:
+        """Note what ``member_id`` says to be in its contribution to a round; rounds before ``over`` are over."""
         use = self.use(name)
-        self._said[name, seat] = max(round_number, self._said.get((name, seat), -1))
-        if round_number <= self._dropped.get(seat, -1):
+        self._said[name, member_id] = max(round_number, self._said.get((name, member_id), -1))
+        if round_number <= self._dropped.get(member_id, -1):
             if epoch == use.epoch:
-                use.give_back(seat, ranges)
+                use.give_back(member_id, ranges)
                 self._unwritten.add(name)
-        elif round_number >= over and round_number > self._kept.get(seat, -1):
+        elif round_number >= over and round_number > self._kept.get(member_id, -1):
             if epoch == use.epoch:
-                use.say_used(seat, round_number, ranges)
+                use.say_used(member_id, round_number, ranges)
             elif ranges:
                 raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
 
-    def begin_use(self, name: str, seat: int, round_number: int) -> None:
-        """Note that ``seat`` uses samples from this round on, if it has not before."""
-        self.users.setdefault((name, seat), round_number)
+    def begin_use(self, name: str, member_id: int, round_number: int) -> None:
+        """Note that ``member_id`` uses samples from this round on, if it has not before."""
+        self.users.setdefault((name, member_id), round_number)
 
     def awaits(self, round_number: int, counted: Collection[int]) -> bool:
         """Tell whether a member that ``counted`` in a round has yet to say what it used in it."""
         return any(
-            seat in counted and first <= round_number and self._said.get((name, seat), -1) < round_number
-            for (name, seat), first in self.users.items()
-            if seat in self.uses[name].held
+            member_id in counted and first <= round_number and self._said.get((name, member_id), -1) < round_number
+            for (name, member_id), first in self.users.items()
+            if member_id in self.uses[name].held
         )
 
-    def not_counted(self, seat: int, round_number: int, keep: bool) -> None:
-        """Close a round without ``seat``, which is late. With ``keep`` what it gave will count later."""
-        (self._kept if keep else self._dropped)[seat] = round_number
+    def not_counted(self, member_id: int, round_number: int, keep: bool) -> None:
+        """Close a round without ``member_id``, which is late. With ``keep`` what it gave will count later."""
+        (self._kept if keep else self._dropped)[member_id] = round_number
         for use in self.uses.values():
-            ranges = use.used.pop((round_number, seat), ())
-            _set(use.held, seat, union(use.held.get(seat, ()), ranges))
+            ranges = use.used.pop((round_number, member_id), ())
+            _set(use.held, member_id, union(use.held.get(member_id, ()), ranges))
             if not keep and ranges:
-                use.give_back(seat, ranges)
+                use.give_back(member_id, ranges)
                 self._unwritten.add(use.name)
 
     def commit(
@@ -254,29 +257,29 @@ class Positions:
 
         Args:
             round_number: which.
-            present: seats of the members that are present. They count, whatever weight they chose to have.
-            weights: weights that counted, by seat.
-            partly: seats that counted in some slices only.
+            present: ids of the members that are present. They count, whatever weight they chose to have.
+            weights: weights that counted, by member id.
+            partly: members that counted in some slices only.
         """
         found = []
         for use in self.uses.values():
-            for number, seat in sorted(key for key in use.used if key[0] <= round_number):
-                ranges = use.used.pop((number, seat))
-                if seat in present or weights.get(seat, 0.0) > 0:
-                    found.append(Committed(use.name, use.epoch, seat, seat in partly, ranges))
+            for number, member_id in sorted(key for key in use.used if key[0] <= round_number):
+                ranges = use.used.pop((number, member_id))
+                if member_id in present or weights.get(member_id, 0.0) > 0:
+                    found.append(Committed(use.name, use.epoch, member_id, member_id in partly, ranges))
                 else:
                     use.left = union(use.left, ranges)
         return tuple(found)
 
-    def depart(self, seat: int) -> None:
-        """Leave what ``seat`` held to the others, but for what it used in rounds that are not over: it is vacant."""
-        self._dropped.pop(seat, None)
-        self._kept.pop(seat, None)
+    def depart(self, member_id: int) -> None:
+        """Leave to the others what ``member_id`` held, but for what it used in rounds that are not over: it is gone."""
+        self._dropped.pop(member_id, None)
+        self._kept.pop(member_id, None)
         for name, use in self.uses.items():
-            use.answers.pop(seat, None)
-            use.give_back(seat, use.held.get(seat, ()))
-            self.users.pop((name, seat), None)
-            self._said.pop((name, seat), None)
+            use.answers.pop(member_id, None)
+            use.give_back(member_id, use.held.get(member_id, ()))
+            self.users.pop((name, member_id), None)
+            self._said.pop((name, member_id), None)
 
     # ── what was written down ─────────────────────────────────────────────────────────────────────────
 
@@ -289,31 +292,31 @@ class Positions:
         match record:
             case Data():
                 use = Use(record.name, record.order, record.by, record.epoch, record.left, record.begun)
-                use.held = {holder.seat: holder.held for holder in record.holders if holder.held}
-                use.answers = {holder.seat: Answer(*holder[2:]) for holder in record.holders if holder.number}
+                use.held = {holder.member_id: holder.held for holder in record.holders if holder.held}
+                use.answers = {holder.member_id: Answer(*holder[2:]) for holder in record.holders if holder.number}
                 self.uses[record.name] = use
-            case Claim(_, name, seat, number, epoch, ranges) if name in self.uses:
+            case Claim(_, name, member_id, number, epoch, ranges) if name in self.uses:
                 use = self.uses[name]
                 if epoch > use.epoch:
                     use.epoch, use.left, use.held = epoch, use._all, {}
                 use.begun = True
-                use.take_up(seat, ranges, seat)
-                use.answers[seat] = Answer(number, epoch, ranges)
-            case Committed(name, epoch, seat, _, ranges) if name in self.uses and epoch == self.uses[name].epoch:
-                self.uses[name].take_up(seat, ranges, None)
+                use.take_up(member_id, ranges, member_id)
+                use.answers[member_id] = Answer(number, epoch, ranges)
+            case Committed(name, epoch, member_id, _, ranges) if name in self.uses and epoch == self.uses[name].epoch:
+                self.uses[name].take_up(member_id, ranges, None)
 
     def unwritten(self) -> list[Use]:
         """Take the data with a state that is to be written anew."""
         names, self._unwritten = self._unwritten, set()
         return [self.uses[name] for name in sorted(names)]
 
-    def keep_only(self, seats: Iterable[int]) -> None:
-        """Keep what ``seats`` hold: all others have departed."""
-        there = set(seats)
+    def keep_only(self, member_ids: Iterable[int]) -> None:
+        """Keep what ``member_ids`` hold: all others have departed."""
+        there = set(member_ids)
         for use in self.uses.values():
-            for seat in use.held.keys() - there:
-                use.give_back(seat, use.held[seat])
-            use.answers = {seat: answer for seat, answer in use.answers.items() if seat in there}
+            for member_id in use.held.keys() - there:
+                use.give_back(member_id, use.held[member_id])
+            use.answers = {member_id: answer for member_id, answer in use.answers.items() if member_id in there}
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -27,7 +27,7 @@ _epoch = integer(0, MAX_COUNTER)
 
 
 def encode_order(order: RemoteOrder) -> bytes:
-    """Return ``order`` as it goes to a data shard elsewhere, where no member has taken its seat yet."""
+    """Return ``order`` as it goes to a data shard elsewhere, where no member has attended yet."""
     packed: bytes = _packb([orders.codes[type(order)], *order.pack()])
     return packed
 

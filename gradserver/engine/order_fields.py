@@ -16,15 +16,15 @@ from gradserver.protocol.messages import Failure, Scope
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Member:
     """A member's place: its connection (-1 where it has yet to come) and its name."""
 
     connection: int
     name: str
 
 
-def _seat(value: Any) -> Seat:
-    return Seat(-1, _name(value))
+def _member(value: Any) -> Member:
+    return Member(-1, _name(value))
 
 
 def _lateness(value: Any) -> Lateness | None:
@@ -55,10 +55,12 @@ def _error(value: Any) -> GradServerError:
 _name = text(MAX_NAME_BYTES)
 _text = text(MAX_TEXT)
 _count = integer(0, MAX_COUNTER)
-Seats = Annotated[tuple[Seat, ...], Field(listed(_seat, MAX_WORLD_SIZE), lambda seats: [seat.name for seat in seats])]
+Founders = Annotated[
+    tuple[Member, ...], Field(listed(_member, MAX_WORLD_SIZE), lambda members: [member.name for member in members])
+]
 StragglerPolicy = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))]
 Error = Annotated[GradServerError, Field(_error, _pack_error)]
-Occupant = Annotated[Seat, Field(_seat, attrgetter("name"))]
+Occupant = Annotated[Member, Field(_member, attrgetter("name"))]
 _OptionalCount = Annotated[int, Field(integer(-1, MAX_COUNTER))]
 NEVER: Final = -1
 """Number of a round that does not come."""
@@ -74,7 +76,7 @@ class Newcomer(NamedTuple):
         transfer: number of the transfer in which it gets the state; 0 if there is none.
     """
 
-    seat: Rank
+    member_id: Rank
     occupant: Occupant
     token: Token = ""
     first: _OptionalCount = NEVER
@@ -88,7 +90,7 @@ class Departure(NamedTuple):
     If its process has ``ended``, no process writes to memory that it shared.
     """
 
-    seat: Rank
+    member_id: Rank
     error: Error
     ended: Flag = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
-from gradserver.engine.order_fields import Departures, Error, Newcomers, Seats, StragglerPolicy
+from gradserver.engine.order_fields import Departures, Error, Founders, Newcomers, StragglerPolicy
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import known_policy
 from gradserver.protocol.checks import integer
@@ -33,20 +33,21 @@ order: Final = Family[str, RemoteOrder]("order")
 @order("open")
 @dataclass(frozen=True, slots=True)
 class OpenGroup(RemoteOrder):
-    """A group is complete. ``seats`` by rank; ``credit`` in bytes for each; ``timeout`` in seconds.
+    """A group is complete, with its ``founders`` by member id; ``credit`` in bytes for each; ``timeout`` in seconds.
 
     ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
-    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by rank too. A group
-    that ``needs_all`` ends when any member is lost. Ranks are seats here, and a seat without a name has no member yet.
-    With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its ``backlog``;
-    ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its coordinator, so its
-    members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of gradients that are
-    not finite. In a ``steady`` group of one shard a round ends with its last results, until the membership changes.
+    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by member id too. A group
+    that ``needs_all`` ends when any member is lost. Ranks are member ids here, and an id without a name has no member
+    yet. With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its
+    ``backlog``; ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its
+    coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of
+    gradients that are not finite. In a ``steady`` group of one shard a round ends with its last results, until the
+    membership changes.
     """
 
     group: Name
     epoch: Count
-    seats: Seats
+    founders: Founders
     credit: Count
     timeout: Seconds
     rates: Rates = ()
@@ -61,9 +62,9 @@ class OpenGroup(RemoteOrder):
     steady: Flag = False
 
     def verify(self) -> None:
-        """Raise MalformedMessageError if there are not as many tokens as seats, or no shard of this number."""
-        if not self.seats or len(self.tokens) != len(self.seats):
-            raise MalformedMessageError(f"OpenGroup has {len(self.seats)} seats and {len(self.tokens)} tokens")
+        """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""
+        if not self.founders or len(self.tokens) != len(self.founders):
+            raise MalformedMessageError(f"OpenGroup has {len(self.founders)} founders and {len(self.tokens)} tokens")
         if self.shard >= len(self.rates) or not any(self.rates):
             raise MalformedMessageError(f"OpenGroup is for shard {self.shard}, and has the rates {self.rates}")
 
@@ -73,9 +74,10 @@ class OpenGroup(RemoteOrder):
 class Configure(RemoteOrder):
     """The membership is this one from now on; the shard reports that it has `Applied` this ``version``.
 
-    ``members`` are seats by rank, in force since ``epoch``. ``newcomers`` are all learners, and members in their first
-    round. ``departed`` are members and learners that are gone since the version before: what they gave before counts.
-    In a ``steady`` membership no worker comes or goes: a round ends with its last results, and no RoundDone follows.
+    ``members`` are member ids by rank, in force since ``epoch``. ``newcomers`` are all learners, and members in their
+    first round. ``departed`` are members and learners that are gone since the version before: what they gave before
+    counts. In a ``steady`` membership no worker comes or goes: a round ends with its last results, and no RoundDone
+    follows.
     """
 
     group: Name
@@ -103,7 +105,7 @@ class Break(RemoteOrder):
     """A member is gone that the group cannot do without: all that lacks some of it fails with ``error``."""
 
     group: Name
-    seat: Rank
+    member_id: Rank
     error: Error
 
 
@@ -128,11 +130,11 @@ class Halt(RemoteOrder):
 @order("cut")
 @dataclass(frozen=True, slots=True)
 class CutRound(RemoteOrder):
-    """Round ``round`` goes on without the slices that these seats have not given to it yet. The next one has all."""
+    """Round ``round`` goes on without the slices that these members have not given to it yet. The next one has all."""
 
     group: Name
     round: Count
-    seats: Ranks
+    member_ids: Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Attach:
     """A member of a durable group has this connection from now on."""
 
     group: str
-    seat: int
+    member_id: int
     connection: int
 
 
@@ -150,7 +152,7 @@ class Detach(RemoteOrder):
     """The connection of a member of a durable group broke. It is waited for."""
 
     group: Name
-    seat: Rank
+    member_id: Rank
 
 
 @order("recover")
@@ -160,7 +162,7 @@ class Recover(RemoteOrder):
 
     ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
     control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
-    Results of rounds before ``own`` may be an earlier coordinator's, and name seats that only members know of.
+    Results of rounds before ``own`` may be an earlier coordinator's, and name ids that only members know of.
     """
 
     group: Name

@@ -98,12 +98,13 @@ class RoundRecord:
         arrivals: times of each rank's first slice and of its last one.
         inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
         results: the digest of each bucket's result, by its place in the section; empty if none was made.
-        cut: for members that departed in this round, (seat, bucket, number of slices that counted).
+        cut: for members that departed in this round, (member id, bucket, number of slices that counted).
         section: the number of the section of the plan that was exchanged.
-        nonfinite: for contributions that were not finite, and did not count, (seat, bucket, number of slices, the
+        nonfinite: for contributions that were not finite, and did not count, (member id, bucket, number of slices, the
             first element that is not finite). The element is -1 if it is not known any more.
 
-    In elastic groups ranks are seats here, and a member that was not there has weight 0 and arrived when it was opened.
+    In elastic groups ranks are member ids here, and a member that was not there has weight 0 and arrived when it was
+    opened.
     """
 
     round: int
@@ -184,7 +185,7 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
         nonfinite=_not_finite(uncolumn("q", nonfinite[0], 4 * _MAX_CUT)) if nonfinite else (),
     )
     world = len(weights)
-    spoken_of = {record.last, *(seat for seat, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
+    spoken_of = {record.last, *(member_id for member_id, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
     if len(moments) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
         raise MalformedMessageError("a round of which the numbers by rank do not fit together")
     return record
@@ -198,7 +199,9 @@ def _cuts(values: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 
 def _not_finite(values: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:
     found = tuple(zip(values[::4], values[1::4], values[2::4], values[3::4], strict=False))
-    if len(values) % 4 or any(min(seat, part, slices - 1, first + 1) < 0 for seat, part, slices, first in found):
+    if len(values) % 4 or any(
+        min(member_id, part, slices - 1, first + 1) < 0 for member_id, part, slices, first in found
+    ):
         raise MalformedMessageError("a round of which what was not finite does not fit together")
     return found
 
@@ -308,7 +311,7 @@ class Cut(Kind):
     group: Name
     epoch: Count
     round: Count
-    seats: Ranks
+    member_ids: Ranks
     reason: Text
 
 

@@ -85,7 +85,7 @@ class Absent(RemoteReport):
     """
 
     group: Name
-    rank: Rank
+    member_id: Rank
     error: Error
     ended: Flag = False
 
@@ -105,21 +105,21 @@ class Behind(RemoteReport):
     """A listener has left too much unread, and is sent nothing more unasked, from ``round`` on."""
 
     group: Name
-    rank: Rank
+    member_id: Rank
     round: Count
 
 
 @report("late")
 @dataclass(frozen=True, slots=True)
 class Late(RemoteReport):
-    """These seats keep a quorum waiting in ``round``; ``why`` says how long, and what is usual.
+    """These members keep a quorum waiting in ``round``; ``why`` says how long, and what is usual.
 
     ``tell`` is whether people are to hear of it: not of every round.
     """
 
     group: Name
     round: Count
-    seats: Ranks
+    member_ids: Ranks
     why: Text
     tell: Flag
 
@@ -127,10 +127,10 @@ class Late(RemoteReport):
 @report("state")
 @dataclass(frozen=True, slots=True)
 class StateComes(RemoteReport):
-    """``nbytes`` more of the state that ``donor`` sends to ``rank`` in a transfer have come; 0: the donor is asked."""
+    """``nbytes`` more of the state from ``donor`` to ``member_id`` have come in a transfer; 0: the donor is asked."""
 
     group: Name
-    rank: Rank
+    member_id: Rank
     donor: Rank
     number: Count
     nbytes: Count
@@ -139,11 +139,11 @@ class StateComes(RemoteReport):
 @report("caught up")
 @dataclass(frozen=True, slots=True)
 class CaughtUp(RemoteReport):
-    """In recovery these ``seats`` have all of the round before ``round``, and have not heard that it is over."""
+    """In recovery these ``member_ids`` have all of the round before ``round``, and have not heard that it is over."""
 
     group: Name
     round: Count
-    seats: Ranks
+    member_ids: Ranks
 
 
 @report("recovered")

@@ -5,7 +5,7 @@ come by themselves, and show the token that the coordinator gave them:
 
     event                                     what happens
     ────────────────────────────────────────  ──────────────────────────────────────────────────────────
-    Attend, the group is open                 its rank has this connection from now on; Attended
+    Attend, the group is open                 its member has this connection from now on; Attended
     Attend, the group is not open yet         it waits: the coordinator told both at the same time
     Attend, it waited too long                refused
     Attend, a wrong token, or a second time   refused
@@ -82,14 +82,14 @@ class ShardEngine:
         self.link = link
         self.number = 0
         self._primary = primary
-        self._seats: dict[int, tuple[str, int]] = {}
-        """Group and rank of workers that are here, by connection."""
+        self._attached: dict[int, tuple[str, int]] = {}
+        """Group and id of workers that are here, by connection."""
         self._attending: dict[int, tuple[Attend, float]] = {}
         """Workers that wait for their group, each with its deadline, by connection."""
         self._latest = 0
         """The latest epoch that the coordinator has told of."""
         self._void: dict[tuple[str, int], int] = {}
-        """Generation up to which earlier connections are void, by group and rank."""
+        """Generation up to which earlier connections are void, by group and member id."""
         self._reducing = 0
         """Reductions that have not come back."""
 
@@ -169,26 +169,26 @@ class ShardEngine:
         """Close the connections of members that depart because of ``order``."""
         match order:
             case CloseGroup(name):
-                seats: Container[int] = range(MAX_WORLD_SIZE)
-            case Break(name, seat):
-                seats = (seat,)
+                member_ids: Container[int] = range(MAX_WORLD_SIZE)
+            case Break(name, member_id):
+                member_ids = (member_id,)
             case Configure(name) if order.departed:
-                seats = {departure.seat for departure in order.departed}
+                member_ids = {departure.member_id for departure in order.departed}
             case _:
                 return
-        for connection, (group, rank) in list(self._seats.items()):
-            if group == name and rank in seats:
-                del self._seats[connection]
+        for connection, (group, member_id) in list(self._attached.items()):
+            if group == name and member_id in member_ids:
+                del self._attached[connection]
                 effects.close(connection)
 
     def _detach(self, order: Detach, effects: Effects) -> None:
         """Void a member's connection, as it has lost one here or elsewhere: it makes a new one."""
-        self._void[order.group, order.seat] = self.data.groups[order.group].order.epoch
-        connection = self.data.groups[order.group].members.connections[order.seat]
+        self._void[order.group, order.member_id] = self.data.groups[order.group].order.epoch
+        connection = self.data.groups[order.group].members.connections[order.member_id]
         if connection < 0:
             return
-        del self._seats[connection]
-        self.data.unseat(connection)
+        del self._attached[connection]
+        self.data.detach(connection)
         effects.close(connection)
 
     def _admit_waiting(self, order: OpenGroup | Recover, effects: Effects) -> None:
@@ -199,20 +199,20 @@ class ShardEngine:
             self._void = {member: until for member, until in self._void.items() if member[0] != order.group}
         else:
             members = self.data.groups[order.group].members.present
-            for connection, (name, rank) in self._seats.items():
-                if name == order.group and rank in members:
+            for connection, (name, member_id) in self._attached.items():
+                if name == order.group and member_id in members:
                     effects.send(connection, Resumed(0, epoch))
         for connection, (attend, _) in list(self._attending.items()):
             if attend.group == order.group and attend.epoch <= epoch:
                 del self._attending[connection]
-                self._seat_or_refuse(connection, attend, effects)
+                self._attach_or_refuse(connection, attend, effects)
 
     def _forget_all(self, reason: str, effects: Effects) -> None:
         """Forget all groups: there is no coordinator any more, and what it does not know of is worth nothing."""
         error = ConnectionLostError(f"the data shard at {self.url} has lost its coordinator: {reason}")
-        for connection in (*self._seats, *self._attending):
+        for connection in (*self._attached, *self._attending):
             effects.dismiss(connection, error)
-        self._seats.clear()
+        self._attached.clear()
         self._attending.clear()
         self._void.clear()
         self.data, self._latest, self.number = Data(), 0, 0
@@ -232,9 +232,9 @@ class ShardEngine:
             case Attend():
                 self._attend(connection, message, now, effects)
             case Leave():
-                if connection in self._seats:
-                    del self._seats[connection]
-                    self.data.unseat(connection)
+                if connection in self._attached:
+                    del self._attached[connection]
+                    self.data.detach(connection)
                 effects.send(connection, message)
             case Join() | Enlist():
                 raise JoinRefusedError(
@@ -244,23 +244,23 @@ class ShardEngine:
                 raise UnexpectedMessageError(f"a {type(message).__name__} is not for a data shard")
 
     def _attend(self, connection: int, attend: Attend, now: float, effects: Effects) -> None:
-        if connection in self._seats or connection in self._attending:
+        if connection in self._attached or connection in self._attending:
             raise UnexpectedMessageError("this connection attends already")
         group = self.data.groups.get(attend.group)
         if (group is not None and group.order.epoch >= attend.epoch) or attend.epoch <= self._latest:
-            self._seat(connection, attend, effects)
+            self._attach(connection, attend, effects)
         elif len(self._attending) >= MAX_ATTENDING:
             raise LimitExceededError(f"{MAX_ATTENDING} workers wait here for their groups already")
         else:
             self._attending[connection] = attend, now + ATTENDING_SECONDS
 
-    def _seat_or_refuse(self, connection: int, attend: Attend, effects: Effects) -> None:
+    def _attach_or_refuse(self, connection: int, attend: Attend, effects: Effects) -> None:
         try:
-            self._seat(connection, attend, effects)
+            self._attach(connection, attend, effects)
         except GradServerError as error:
             effects.report(Violation(connection, error))
 
-    def _seat(self, connection: int, attend: Attend, effects: Effects) -> None:
+    def _attach(self, connection: int, attend: Attend, effects: Effects) -> None:
         group = self.data.groups.get(attend.group)
         void = self._void.get((attend.group, attend.rank), 0)
         if group is None or not (
@@ -270,27 +270,27 @@ class ShardEngine:
             if group is not None and group.sequences.restarted:  # the member has lost its connection meanwhile
                 raise ConnectionLostError(f"{over}: connect anew")
             raise UnexpectedMessageError(over)
-        tokens, rank = group.members.tokens, attend.rank
-        token = tokens[rank] if 0 <= rank < len(tokens) else ""
+        tokens, member_id = group.members.tokens, attend.rank
+        token = tokens[member_id] if 0 <= member_id < len(tokens) else ""
         if not token or not hmac.compare_digest(token.encode(), attend.token.encode()):
-            raise UnexpectedMessageError(f"this is not the token of rank {rank} in group {attend.group!r}")
-        if rank in group.members.departed:
-            raise group.members.departed[rank].again()
-        if group.members.connections[rank] >= 0:
-            raise UnexpectedMessageError(f"{group.call(rank)} attends already, on another connection")
-        self._seats[connection] = attend.group, rank
-        self.data.seat(attend.group, rank, connection)
+            raise UnexpectedMessageError(f"this is not the token of member id {member_id} in group {attend.group!r}")
+        if member_id in group.members.departed:
+            raise group.members.departed[member_id].again()
+        if group.members.connections[member_id] >= 0:
+            raise UnexpectedMessageError(f"{group.call(member_id)} attends already, on another connection")
+        self._attached[connection] = attend.group, member_id
+        self.data.attach(attend.group, member_id, connection)
         effects.send(connection, Attended())
-        if group.recovery is not None and rank in group.members.present:  # a learner holds nothing yet
+        if group.recovery is not None and member_id in group.members.present:  # a learner holds nothing yet
             effects.send(connection, Resumed(0, group.recovery.version))
 
     def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:
         """Forget a connection that is gone, or about to go."""
         self._attending.pop(connection, None)
-        seat = self._seats.pop(connection, None)
-        if seat is not None:
-            self.data.unseat(connection)
-            effects.report(Absent(*seat, error, ended))
+        member = self._attached.pop(connection, None)
+        if member is not None:
+            self.data.detach(connection)
+            effects.report(Absent(*member, error, ended))
 
     def _refuse(self, connection: int, error: GradServerError, effects: Effects) -> None:
         """Close a connection because of ``error``, which is its own fault."""
@@ -299,7 +299,7 @@ class ShardEngine:
 
     def _stop(self, reason: str, effects: Effects) -> None:
         error = CoordinatorStoppedError(f"the data shard at {self.url} was stopped ({reason})")
-        for connection in (*self._seats, *self._attending):
+        for connection in (*self._attached, *self._attending):
             effects.send(connection, Failure.of(error, Scope.CONNECTION))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
@@ -333,10 +333,14 @@ class ShardEngine:
     def validate(self) -> None:
         """Raise AssertionError if the engine's own invariants do not hold. For tests."""
         self.data.validate()
-        assert not self._seats.keys() & self._attending.keys(), "a worker attends that is here"
-        for connection, (name, rank) in self._seats.items():
-            assert self.data.groups[name].members.connections[rank] == connection, "a seat that data does not know"
-            assert rank not in self.data.groups[name].members.departed, "a seat of a member that has departed"
-        seated = {c for group in self.data.groups.values() for c in group.members.connections if c >= 0}
-        departed = {g.members.connections[rank] for g in self.data.groups.values() for rank in g.members.departed}
-        assert seated - departed == set(self._seats), "a worker is here that was not let in"
+        assert not self._attached.keys() & self._attending.keys(), "a worker attends that is here"
+        for connection, (name, member_id) in self._attached.items():
+            assert self.data.groups[name].members.connections[member_id] == connection, (
+                "a member that data does not know"
+            )
+            assert member_id not in self.data.groups[name].members.departed, "a member that has departed"
+        attached = {c for group in self.data.groups.values() for c in group.members.connections if c >= 0}
+        departed = {
+            g.members.connections[member_id] for g in self.data.groups.values() for member_id in g.members.departed
+        }
+        assert attached - departed == set(self._attached), "a worker is here that was not let in"

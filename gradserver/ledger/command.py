@@ -271,8 +271,8 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
         "results": [hexadecimal(value) for value in record.results],
         "used": [one._asdict() for one in found.used_up],
         "nonfinite": [
-            {"seat": seat, "bucket": part, "slices": slices, "element": first}
-            for seat, part, slices, first in record.nonfinite
+            {"seat": member_id, "bucket": part, "slices": slices, "element": first}
+            for member_id, part, slices, first in record.nonfinite
         ],
     }
 

@@ -115,11 +115,11 @@ class Story:
             case Closed(_, _, rounds, reason):
                 self.ended = True
                 self._note(clock, f"after {rounds} rounds: {plain(reason)}")
-            case Cut(_, _, number, seats, reason):
+            case Cut(_, _, number, member_ids, reason):
                 if number not in self.closed:
                     self._note(clock, plain(reason))
                 self.closed.setdefault(number, []).append(record)
-                self.missed.update(seats)
+                self.missed.update(member_ids)
             case Round(_, _, found):
                 self._count(found)
             case Data(_, name, order):
@@ -146,7 +146,7 @@ class Story:
         self.recent.append(record)
         self.took.append(record.completed - record.opened)
         self.came_last[record.last] += 1
-        self.bad.update({seat for seat, _, _, _ in record.nonfinite})
+        self.bad.update({member_id for member_id, _, _, _ in record.nonfinite})
         for rank, weight in enumerate(record.weights):
             self.given[rank] += weight > 0
             if record.arrivals and was_there(record, rank):
@@ -276,7 +276,7 @@ def one_round(story: Story, found: Round) -> list[str]:
         [
             plain(used.name),
             used.epoch,
-            story.call(used.seat),
+            story.call(used.member_id),
             count(used.ranges),
             _positions(used.ranges),
             "counted in some slices only" if used.partly else "",
@@ -292,11 +292,11 @@ def _not_finite(story: Story, record: RoundRecord) -> list[str]:
         return []
     buckets = story.plan.plan.buckets if story.plan is not None else ()
     rows = []
-    for seat, part, slices, first in record.nonfinite:
+    for member_id, part, slices, first in record.nonfinite:
         bucket = buckets[part] if part < len(buckets) else None
         known = bucket is not None and 0 <= first < bucket.numel
         parameter = _cut(bucket.component_at(first).name) if bucket is not None and known else "?"
-        rows.append([story.call(seat), _cut(bucket.key) if bucket is not None else part, slices, parameter])
+        rows.append([story.call(member_id), _cut(bucket.key) if bucket is not None else part, slices, parameter])
     becomes = "skipped by all workers" if story.handling is OnNonFinite.SKIP else "left out"
     return [f"  NaN or Inf, {becomes}:", *table(["worker", "bucket", "slices", "first parameter"], rows)]
 

@@ -32,7 +32,7 @@ worker                                  coordinator
   StateFailed ───────────────────────────► asks another one
 
 learner                                 coordinator of a group that has begun
-  Join ──────────────────────────────────► waits until there is a seat, and all shards know of it
+  Join ──────────────────────────────────► waits until there is a place, and all shards know of it
   ◄────────────────────────────────────── Welcome, which says that it joins; then as above, up to Agreed
   Enter ─────────────────────────────────► waits for the end of a round
   ◄────────────────────────────────────── RoundDone, which names the member that sends it the state: in transfers

@@ -48,12 +48,12 @@ class Welcome(MessageKind):
         shards: URLs of the data shards beside the coordinator itself.
         rates: rates of all shards, to compare; the coordinator's own is the first.
         token: what the worker shows to the data shards, and in a Resume.
-        seats: seats of the members, by rank.
+        member_ids: ids of the members, by rank.
         durable: true if the group survives broken connections and its coordinator
             (`gradserver.protocol.messages.recovery`).
         incarnation: how often the coordinator of a durable group has begun.
         founded: the epoch by which shards know the group, if that is another one.
-        joins: true if the worker joins a running group. It is not a member yet: seats, names and rank are those that
+        joins: true if the worker joins a running group. It is not a member yet: ids, names and rank are those that
             it would have as one.
         late: "keep" if a late contribution is kept for the next round, "drop" if it is forgotten. Empty if all members
             are waited for.
@@ -70,7 +70,7 @@ class Welcome(MessageKind):
     shards: Texts = ()
     rates: Rates = ()
     token: Text = ""
-    seats: Ranks = ()
+    member_ids: Ranks = ()
     durable: Flag = False
     incarnation: Count = 0
     founded: Count = 0

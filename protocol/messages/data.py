@@ -132,13 +132,13 @@ class Result(NamedTuple):
 
     Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
     shared memory where the Push said (at its target, if it named one); else it is the payload. Some
-    of the seats that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
+    of the members that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
     A listener is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
-    result names the ``weights`` of the contributions that counted, by seat; 0 for the others.
+    result names the ``weights`` of the contributions that counted, by member id; 0 for the others.
 
     With the last result of a round the round may be ``over``, and the membership stays as it is: no RoundDone follows.
 
-    What the seats ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
+    What the members ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
     mean of the others; if it skips such rounds, there is none, and nothing of the round is to be applied. In
     ``weights`` theirs are negative.
     """

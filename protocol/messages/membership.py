@@ -21,18 +21,18 @@ class Membership(MessageKind):
 
     Attributes:
         epoch: number of this membership.
-        seats: seats of the members, by rank. A seat is a member's for the group's life.
+        member_ids: ids of the members, by rank. An id is a member's for the group's life.
         names: names of the members, by rank.
         reason: the change, for people.
         lost: true if a worker was lost, rather than left.
-        entering: seats among them of the members that contribute to ``round`` as their first one. For another member
+        entering: ids of those of them that contribute to ``round`` as their first one. For another member
             they are not there until that round is over. It may still be in collectives that were called before they
             came.
         round: the round that they came with.
     """
 
     epoch: Count
-    seats: Ranks
+    member_ids: Ranks
     names: Texts
     reason: Text
     lost: Flag
@@ -43,13 +43,17 @@ class Membership(MessageKind):
         """Return the membership for a member that has ended round ``number``, and not the next one."""
         if not self.entering or number >= self.round:
             return self
-        there = [(seat, name) for seat, name in zip(self.seats, self.names, strict=True) if seat not in self.entering]
-        seats, names = zip(*there, strict=True) if there else ((), ())
-        return replace(self, seats=seats, names=names)
+        there = [
+            (member_id, name)
+            for member_id, name in zip(self.member_ids, self.names, strict=True)
+            if member_id not in self.entering
+        ]
+        member_ids, names = zip(*there, strict=True) if there else ((), ())
+        return replace(self, member_ids=member_ids, names=names)
 
 
 class Transfer(NamedTuple):
-    """The order that the member with seat ``donor`` sends its state to the one with seat ``learner``, by its number.
+    """The order that the member ``donor`` sends its state to the one ``learner``, by its number.
 
     With ``waits`` the next round waits for the learner. Otherwise the learner is sent the results unasked, until it has
     caught up.

@@ -20,7 +20,7 @@ The conversation, in its order on each connection
 
 member                                   coordinator
   (a new connection, as its own broke)
-  Resume ────────────────────────────────► knows the seat by its token; waits for the others
+  Resume ────────────────────────────────► knows the member by its token; waits for the others
   ◄─────────────────────────────────────── Resumed, or Failure of scope CONNECTION: LeftOutError (others went on
                                            without it: join again), JoinRefusedError (there is no such group)
                                          … and Resumed, unasked, to every member with a connection
@@ -115,7 +115,7 @@ class Resume(MessageKind):
 
     Attributes:
         group: name of the group.
-        seat: its seat there.
+        member_id: its id there.
         token: what the Welcome brought.
         epoch: the latest that it has heard of.
         plan: the hash of the plan that it goes by; empty if none was agreed on.
@@ -123,7 +123,7 @@ class Resume(MessageKind):
     """
 
     group: Text
-    seat: Rank
+    member_id: Rank
     token: Text
     epoch: Stated
     plan: Text
@@ -153,7 +153,7 @@ class Holding(MessageKind):
     """The results that this member holds; the payload is a list of `Span`, little-endian.
 
         how many columns of weights: u16
-        each of them                 how many seats: u16, and the weight of each: f64
+        each of them                 how many ids: u16, and the weight of each: f64
         each span                    state: u8, column (0: none, 1: the first, …): u16,
                                      stream: u8, number, part: u64, source, target: i16, first, stop, bytes: u32
 
@@ -230,8 +230,8 @@ class State(IntEnum):
 class Span(NamedTuple):
     """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap.
 
-    ``weights`` are those of the slices' Results, if these are held, by seat. Of collectives and transfers ``nbytes`` is
-    the length of each result: the one that is held (0: it has no bytes), or that is lacking.
+    ``weights`` are those of the slices' Results, if these are held, by member id. Of collectives and transfers
+    ``nbytes`` is the length of each result: the one that is held (0: it has no bytes), or that is lacking.
     """
 
     state: State
@@ -245,8 +245,8 @@ class Span(NamedTuple):
 MAX_OVER: Final = 256
 """Collectives and transfers that a Holding names as `State.OVER`, or `State.FAILED` and `State.CHANGED`."""
 MAX_COLUMNS: Final = 256
-"""Different ``weights`` that a Holding tells. It says nothing of slices with others. There is one weight for each seat
-and round, so there are as many as members departed from what is open, unless buckets are weighed differently."""
+"""Different ``weights`` that a Holding tells. It says nothing of slices with others. There is one weight for each
+member and round, so there are as many as members departed from what is open, unless buckets are weighed differently."""
 _SHORT: Final = struct.Struct("<H")
 _SPAN: Final = struct.Struct("<BHBQQhhIII")
 _LAST_STREAM: Final = int(max(Stream))

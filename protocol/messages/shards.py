@@ -17,7 +17,7 @@ from gradserver.protocol.message_family import MessageKind, Payloads, message
 class Attend(MessageKind):
     """The message to a data shard that this connection is that of ``rank``. ``token`` is from the Welcome.
 
-    Ranks are seats here, and ``epoch`` is the first one, or the version of the latest Resumed.
+    Ranks are member ids here, and ``epoch`` is the first one, or the version of the latest Resumed.
     """
 
     group: Text

@@ -114,7 +114,7 @@ class Exchanges:
 
     def adopt(self, news: Membership, new: Collection[int]) -> None:
         """Go by ``news``, in which members ``new`` are there for the first time."""
-        self.table.world_size = len(news.seats)
+        self.table.world_size = len(news.member_ids)
         self._numbers = {
             sequence: number
             for sequence, number in self._numbers.items()
@@ -172,7 +172,7 @@ class Exchanges:
             return
         identity, inventory, stragglers = self._identity, self.inventory, self._stragglers
         welcome = identity.membership
-        pool = pool_of(key, welcome.seats[welcome.rank])
+        pool = pool_of(key, welcome.member_ids[welcome.rank])
         coder = None
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)

@@ -38,7 +38,7 @@ class Identity:
 
     def member_of(self, rank: int) -> int:
         """Give the member id of ``rank``."""
-        return self.membership.seats[rank]
+        return self.membership.member_ids[rank]
 
     def take(self, welcome: Welcome) -> None:
         """Take the coordinator's word that this worker is let in."""
@@ -53,17 +53,17 @@ class Identity:
     def adopt(self, news: Membership, epoch: int) -> set[int]:
         """Go by ``news`` from now on, as a member. Return ids of members that this worker did not know before."""
         before = self.membership
-        new = set(news.seats).difference(() if self.stage is Stage.ENTERED else before.seats)
-        rank = news.seats.index(before.seats[before.rank])
-        self.welcome = replace(before, rank=rank, epoch=epoch, names=news.names, seats=news.seats)
+        new = set(news.member_ids).difference(() if self.stage is Stage.ENTERED else before.member_ids)
+        rank = news.member_ids.index(before.member_ids[before.rank])
+        self.welcome = replace(before, rank=rank, epoch=epoch, names=news.names, member_ids=news.member_ids)
         self.stage = Stage.MEMBER
         return new
 
     def check(self, news: Membership) -> None:
         """Raise MalformedMessageError if ``news`` cannot be a membership of this worker."""
-        seats, rank = self.membership.seats, self.membership.rank
-        if seats[rank] not in news.seats or len(news.names) != len(news.seats):
-            raise MalformedMessageError(f"a Membership of seats {news.seats[:16]} for {len(news.names)} names")
+        member_ids, rank = self.membership.member_ids, self.membership.rank
+        if member_ids[rank] not in news.member_ids or len(news.names) != len(news.member_ids):
+            raise MalformedMessageError(f"a Membership of members {news.member_ids[:16]} for {len(news.names)} names")
 
     def note_not_finite(self, waiter: Waiter, result: Result) -> None:
         """Note for ``waiter`` that some members gave what is not finite to the slices of ``result``."""
@@ -84,7 +84,7 @@ def check_welcome(message: Welcome) -> None:
     """Raise MalformedMessageError if ``message`` contradicts itself."""
     if not 0 <= message.rank < len(message.names):
         raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
-    if len(message.seats) != len(message.names):
-        raise MalformedMessageError(f"a Welcome with {len(message.seats)} seats for {len(message.names)}")
+    if len(message.member_ids) != len(message.names):
+        raise MalformedMessageError(f"a Welcome with {len(message.member_ids)} member ids for {len(message.names)}")
     if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
         raise MalformedMessageError(f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}")

@@ -59,10 +59,10 @@ class Learner:
         """The arrival of its state."""
         self._waiting: Waiter | None = None
 
-    def heard(self, done: RoundDone, seat: int) -> list[Waiter]:
+    def heard(self, done: RoundDone, member_id: int) -> list[Waiter]:
         """Note that a round is over; give the handles that wait for that."""
         for transfer in done.transfers:
-            if transfer.learner == seat:
+            if transfer.learner == member_id:
                 self.transfer, self.begins, self.behind = transfer, done.round + 1, False
         return self.give_up()
 

@@ -128,7 +128,7 @@ class Member:
         """Take note of a membership that is in force later."""
         self.identity.check(news)
         self.effects.complete_all(self.rounds.announced.told(news))
-        if news.seats[0] == self.identity.member_id:  # one of them is to say it
+        if news.member_ids[0] == self.identity.member_id:  # one of them is to say it
             what = "group %r: %s", (self.identity.membership.group, news.reason)
             self.effects.add(Log(*what, bool(news.lost)))
 
@@ -157,7 +157,9 @@ class Member:
     def adopt(self, epoch: int, ended: int) -> Membership | None:
         """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
         news = self.rounds.announced.take(epoch, ended)
-        if news is None or self.identity.member_id not in news.seats:  # a learner is in none before its first round
+        if (
+            news is None or self.identity.member_id not in news.member_ids
+        ):  # a learner is in none before its first round
             return None
         self.exchanges.adopt(news, self.identity.adopt(news, epoch))
         return news

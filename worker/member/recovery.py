@@ -64,7 +64,9 @@ class Recovery:
         rounds, welcome = self._member.rounds, self._member.identity.membership
         plan = rounds.plan.hash if rounds.plan is not None else ""
         epoch = rounds.announced.latest
-        return Resume(welcome.group, welcome.seats[welcome.rank], welcome.token, epoch, plan, self._member.donor.serves)
+        return Resume(
+            welcome.group, welcome.member_ids[welcome.rank], welcome.token, epoch, plan, self._member.donor.serves
+        )
 
     def hold(self, shard: ShardTraffic) -> None:
         """Push nothing to ``shard``, or to none if it is the primary: what was pushed and is unanswered is void."""

@@ -50,9 +50,9 @@ class Read:
         return untold if untold >= _TOLD_BYTES else 0
 
 
-def lacks(result: Result, seat: int) -> bool:
-    """Return true if what ``seat`` gives to these slices does not count."""
-    return bool(result.without) and seat in result.without
+def lacks(result: Result, member_id: int) -> bool:
+    """Return true if what ``member_id`` gives to these slices does not count."""
+    return bool(result.without) and member_id in result.without
 
 
 def overrun(backlog: Backlog, number: int, others: int, rank: int) -> LeftOutError:

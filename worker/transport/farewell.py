@@ -47,8 +47,8 @@ def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
         try:
             answer = Handle(_ASK_SECONDS, channel)
             channel.attach(_Listener(answer))
-            seat = welcome.seats[welcome.rank]
-            channel.send(Resume(welcome.group, seat, welcome.token, welcome.epoch, ""))
+            member_id = welcome.member_ids[welcome.rank]
+            channel.send(Resume(welcome.group, member_id, welcome.token, welcome.epoch, ""))
             channel.ask()
             answer.wait(_ASK_SECONDS)
         except LeftOutError as error:

@@ -13,27 +13,31 @@ from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
 
 
 def due(group: Group, now: float) -> dict[int, int]:
-    """Return which donor sends its state to which learner from the next round on, by the learner's seat.
+    """Return which donor sends its state to which learner from the next round on, by the learner's id.
 
     A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
     results came, if there is to be no backlog, or if there are too few others.
     """
-    waiting = [seat for seat, learner in group.learners.by_seat.items() if learner.stage is Stage.WAITING]
+    waiting = [member_id for member_id, learner in group.learners.by_id.items() if learner.stage is Stage.WAITING]
     if not waiting:
         return {}
-    free = sorted(group.learners.donors, key=lambda seat: (group.learners.donors[seat], seat))
+    free = sorted(group.learners.donors, key=lambda member_id: (group.learners.donors[member_id], member_id))
     if group.lacks_workers:  # no round is open meanwhile, so that one donor may serve several
         donors: Iterator[int] = cycle(free)
     else:
-        busy = {learner.donor for learner in group.learners.by_seat.values()}
-        donors = iter([seat for seat in free if seat not in busy])
-    may = [seat for seat in waiting if group.lacks_workers or listens(group, seat) or now >= group.learners.waits_again]
+        busy = {learner.donor for learner in group.learners.by_id.values()}
+        donors = iter([member_id for member_id in free if member_id not in busy])
+    may = [
+        member_id
+        for member_id in waiting
+        if group.lacks_workers or listens(group, member_id) or now >= group.learners.waits_again
+    ]
     return dict(zip(may, donors, strict=False))
 
 
-def listens(group: Group, seat: int) -> bool:
+def listens(group: Group, member_id: int) -> bool:
     """Tell whether a learner gets the state while the others go on."""
-    return not (group.lacks_workers or group.learners.by_seat[seat].waits or not group.policy.backlog)
+    return not (group.lacks_workers or group.learners.by_id[member_id].waits or not group.policy.backlog)
 
 
 def check_attempts(group: Group, name: str, now: float) -> None:
@@ -74,6 +78,6 @@ def hopeless(group: Group) -> list[Learner]:
     """Return learners that wait for the state, if no member can send its own, now or soon."""
     if not lacks_donors(group):
         return []
-    stuck = [learner for learner in group.learners.by_seat.values() if learner.stage is Stage.WAITING]
+    stuck = [learner for learner in group.learners.by_id.values() if learner.stage is Stage.WAITING]
     coming = (learner for learner in group.learners.hearing if learner.stage is not Stage.WAITING)
     return [] if any(learner.serves for learner in coming) else stuck

@@ -23,11 +23,11 @@ class Findings:
 
     Attributes:
         rounds: in how many there were such gradients.
-        by_seat: the same for each seat.
+        by_id: the same for each member.
     """
 
     rounds: int = 0
-    by_seat: Counter[int] = field(default_factory=Counter)
+    by_id: Counter[int] = field(default_factory=Counter)
     _quiet_until: float = 0.0
     _untold: int = 0
 
@@ -36,13 +36,16 @@ class Findings:
     ) -> str:
         """Count those of a round; gives what people are to hear of it, which may be nothing."""
         self.rounds += 1
-        self.by_seat.update({seat for seat, _, _, _ in record.nonfinite})
+        self.by_id.update({member_id for member_id, _, _, _ in record.nonfinite})
         if self.rounds > 1 and record.completed < self._quiet_until:
             self._untold += 1
             return ""
         self._quiet_until = record.completed + _QUIET_SECONDS
         before, self._untold = self._untold, 0
-        told = [f"{call(seat)} in {_where(plan, part, first)}" for seat, part, _, first in record.nonfinite[:_TOLD]]
+        told = [
+            f"{call(member_id)} in {_where(plan, part, first)}"
+            for member_id, part, _, first in record.nonfinite[:_TOLD]
+        ]
         more = f" and {len(record.nonfinite) - _TOLD} more" if len(record.nonfinite) > _TOLD else ""
         becomes = "no worker applies it" if policy is OnNonFinite.SKIP else "left out of the mean"
         since = f" (and in {before} more rounds since the last warning)" if before else ""
@@ -52,8 +55,8 @@ class Findings:
     def describe(self, names: Sequence[str]) -> dict[str, object]:
         """The counts, as plain JSON values."""
         by_name: Counter[str] = Counter()
-        for seat, rounds in sorted(self.by_seat.items()):  # an earlier coordinator may have given one
-            by_name[(names[seat] if seat < len(names) else "") or "(departed)"] += rounds
+        for member_id, rounds in sorted(self.by_id.items()):  # an earlier coordinator may have given one
+            by_name[(names[member_id] if member_id < len(names) else "") or "(departed)"] += rounds
         return {"rounds": self.rounds, "workers": dict(by_name)}
 
 

@@ -11,12 +11,12 @@ from gradserver.engine.control.names import check_name
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.seats import in_order, numbered
+from gradserver.engine.identities import in_order, numbered
+from gradserver.engine.order_fields import Member
 from gradserver.protocol.limits import MAX_NAME_BYTES
 from gradserver.protocol.messages import Join
 
-_NOBODY = Seat(-1, "")
+_NOBODY = Member(-1, "")
 
 
 def found(registry: Registry, message: Join, effects: Effects) -> Group:
@@ -66,7 +66,7 @@ def is_started_anew(group: Group, name: str) -> bool:
     """
     if not (group.is_deserted and group.policy.needs_all):
         return False
-    return any(group.members.seats.names[seat] == name for seat in group.sessions.away)
+    return any(group.members.identities.names[member_id] == name for member_id in group.sessions.away)
 
 
 def deadline(group: Group) -> float | None:
@@ -85,25 +85,25 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
 
 def activate(registry: Registry, group: Group, effects: Effects) -> None:
     """Make members of all applicants, open the group at all data halves, and welcome every member."""
-    seats = _seat_all(registry, group, effects)
-    order = registry.opening(group, seats, group.shards.tokens)
+    founders = _choose_members(registry, group, effects)
+    order = registry.opening(group, founders, group.shards.tokens)
     journal.founded(group, effects)
     for place in range(len(group.shards.connections)):
         group.shards.order_one(place, replace(order, shard=place + 1), effects)
-    for place, seat in group.members.by_seat.items():
+    for place, member in group.members.by_id.items():
         token = group.shards.tokens[place] if group.shards.tokens else ""
         welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
-        effects.send(seat.connection, welcome)
-    count, shards = len(group.members.by_seat), f", {len(order.rates)} data shards" if order.rates else ""
+        effects.send(member.connection, welcome)
+    count, shards = len(group.members.by_id), f", {len(order.rates)} data shards" if order.rates else ""
     workers = "1 worker" if count == 1 else f"{count} workers"
     effects.log(f"group {group.name!r}: complete with {workers}, epoch {group.members.epoch}{shards}")
     effects.order(order)
 
 
-def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat, ...]:
+def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple[Member, ...]:
     """Make members of the applicants. Those that asked for no rank get one, in the order in which they came.
 
-    Of several with one name all but the first get a number behind it: by its name a worker finds its seat again.
+    Of several with one name all but the first get a number behind it: by its name a worker finds its id again.
     """
     applicants = group.applicants.waiting
     places = in_order([applicant.join for applicant in applicants], group.members.world)
@@ -114,11 +114,13 @@ def _seat_all(registry: Registry, group: Group, effects: Effects) -> tuple[Seat,
             what = f"another worker is called {one.join.name!r} already, so rank {place} is called {name!r}"
             hint = "give each worker a name of its own (GRADSERVER_NAME, or name=)"
             effects.log(f"group {group.name!r}: {what}: {hint}", warning=True)
-    seats = {place: Seat(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)}
-    group.members.found(seats, registry.next_epoch())
+    chosen_members = {
+        place: Member(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)
+    }
+    group.members.found(chosen_members, registry.next_epoch())
     group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
     group.applicants.leave_all()
     if registry.incarnation:
         group.sessions.open(registry.roster.token())
     registry.roster.staff(group)
-    return tuple(seats.get(place, _NOBODY) for place in range(group.members.world))
+    return tuple(chosen_members.get(place, _NOBODY) for place in range(group.members.world))

@@ -66,7 +66,7 @@ class Control:
             case Resume():
                 registry.check_free(connection)
                 group = sessions.check(registry.groups.get(message.group), message)
-                self._happens(group, message, effects, connection, message.seat)
+                self._happens(group, message, effects, connection, message.member_id)
             case Leave(reason, failed):
                 if connection in registry.places:
                     effects.send(connection, message)  # all that it said before has been heard
@@ -77,8 +77,8 @@ class Control:
             case Reported() if connection in self.roster.shards:
                 self._take_report(connection, payloads[0], effects)
             case _ if (State.ACTIVE, type(message)) in TRANSITIONS:
-                group, seat = registry.seat(connection)
-                self._happens(group, message, effects, connection, seat, payloads)
+                group, member_id = registry.member(connection)
+                self._happens(group, message, effects, connection, member_id, payloads)
             case _:
                 raise UnexpectedMessageError(f"a {type(message).__name__} is not for a coordinator")
 
@@ -103,18 +103,18 @@ class Control:
         """A connection broke; its worker comes back, if it can: not if its process ``ended``, or that is ``final``."""
         self._begin(now)
         group = self._registry.group_of(connection)
-        seat = -1 if group is None else group.seat_of(connection)
-        if group is None or ended or final or not sessions.may_return(group, seat):
+        member_id = -1 if group is None else group.member_id_of(connection)
+        if group is None or ended or final or not sessions.may_return(group, member_id):
             self._lose(connection, Lost(reason, ended=ended), effects)
         else:
-            self._happens(group, Broke(reason), effects, connection, seat)
+            self._happens(group, Broke(reason), effects, connection, member_id)
 
     def left_out(self, connection: int, reason: str, effects: Effects) -> None:
         """Tell a worker that is silent that the others go on without it, for when it can hear again."""
         error: GradServerError = ConnectionLostError(f"the coordinator has closed this connection: {reason}")
         group = self._registry.group_of(connection)
-        if group is not None and (seat := group.seat_of(connection)) >= 0:
-            error = group.left_out(seat, reason)
+        if group is not None and (member_id := group.member_id_of(connection)) >= 0:
+            error = group.left_out(member_id, reason)
         effects.dismiss(connection, error)
 
     def restore(self, records: Sequence[Kind], kept: Collection[str], now: float, effects: Effects) -> None:
@@ -155,13 +155,13 @@ class Control:
         what: Message | RemoteReport | Notice,
         effects: Effects,
         source: int = HERE,
-        seat: int = -1,
+        member_id: int = -1,
         payloads: Sequence[Buffer] = (),
     ) -> None:
         """Deal with an event of a group, and with all that follows from it."""
         row = TRANSITIONS[group.state, type(what)]
         follow = partial(self._follow, group, effects)
-        row.react(Event(self._registry, group, what, effects, follow, source, seat, payloads))
+        row.react(Event(self._registry, group, what, effects, follow, source, member_id, payloads))
         self._follow(group, effects, row)
 
     def _follow(self, group: Group, effects: Effects, row: Transition | None = None) -> None:
@@ -223,10 +223,12 @@ class Control:
     def awaited(self, name: str) -> set[int]:
         """Connections of members that others wait for: for a plan, or a learner for the end of a round."""
         group = self.groups.get(name)
-        if group is None or not (group.plans.proposals or group.learners.by_seat):
+        if group is None or not (group.plans.proposals or group.learners.by_id):
             return set()
         return {
-            member.connection for seat, member in group.members.by_seat.items() if seat not in group.plans.proposals
+            member.connection
+            for member_id, member in group.members.by_id.items()
+            if member_id not in group.plans.proposals
         }
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:

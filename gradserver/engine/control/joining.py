@@ -55,7 +55,7 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
     """Raise the error that keeps this applicant out, if there is one."""
     policy = group.policy
     most = policy.maximum
-    each = 8  # msgpack's own bytes, and those of a seat, twice
+    each = 8  # msgpack's own bytes, and those of a member id, twice
     fair_share = (MAX_HEADER_BYTES - _BESIDE_NAMES) // most - each  # of a Welcome, and of a Membership
     check_name(f"in a group of {most}, the worker's name", join.name, min(MAX_NAME_BYTES, fair_share))
     if not _suits(join, policy):
@@ -69,7 +69,7 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
         state = "elastic, has begun," if policy.is_elastic else "complete"
         raise JoinRefusedError(
             f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
-            f"A new group can form under this name when these have left: {group.calls(group.members.by_seat)}"
+            f"A new group can form under this name when these have left: {group.calls(group.members.by_id)}"
         )
     if join.rank >= group.members.world:
         raise InvalidRankError(

@@ -46,7 +46,7 @@ def founded(group: Group, effects: Effects) -> None:
 
 def members(group: Group, reason: str, effects: Effects) -> None:
     """Write which members are there now, since one came or went."""
-    there = tuple((rank, seat.name) for rank, seat in group.members.by_seat.items())
+    there = tuple((member_id, member.name) for member_id, member in group.members.by_id.items())
     _first(group, Epoch(group.name, group.members.epoch, group.rounds.number, there, reason), effects)
     if group.entering:
         entered(group, effects)
@@ -54,7 +54,7 @@ def members(group: Group, reason: str, effects: Effects) -> None:
 
 def entered(group: Group, effects: Effects) -> None:
     """Write which members and learners contribute to the open round as their first one."""
-    there = tuple((seat, group.members.seats.names[seat]) for seat in group.entering)
+    there = tuple((member_id, group.members.identities.names[member_id]) for member_id in group.entering)
     _first(group, Entered(group.name, group.rounds.number, there), effects)
 
 
@@ -102,9 +102,9 @@ def reset(group: Group, effects: Effects) -> None:
     _first(group, Reset(group.name, group.rounds.number), effects)
 
 
-def cut(group: Group, number: int, seats: Sequence[int], reason: str, effects: Effects) -> None:
+def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effects: Effects) -> None:
     """A round is closed without some members."""
-    _first(group, Cut(group.name, group.members.epoch, number, tuple(seats), reason), effects)
+    _first(group, Cut(group.name, group.members.epoch, number, tuple(member_ids), reason), effects)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:

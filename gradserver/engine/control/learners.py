@@ -1,4 +1,4 @@
-"""Learners in control: workers that join a running group, from the time when they have a seat.
+"""Learners in control: workers that join a running group, from the time when they have a member.
 
 `gradserver.engine.control.group.stages` has the table of their stages. Here is what else their events come to.
 """
@@ -14,7 +14,7 @@ from gradserver.engine.control.group.learners import Delivery, Learner, Stage
 from gradserver.engine.control.group.stages import Event, happens, row_of
 from gradserver.engine.control.welcome import tell_agreed, welcome_to
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Departure, Seat
+from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import StateComes
 from gradserver.protocol.errors import (
@@ -31,18 +31,18 @@ from gradserver.protocol.plan import Plan, first_difference
 # ── what they say and are told ────────────────────────────────────────────────────────────────────────
 
 
-def welcome(group: Group, seat: int, credit: int, incarnation: int, effects: Effects) -> None:
+def welcome(group: Group, member_id: int, credit: int, incarnation: int, effects: Effects) -> None:
     """Welcome a learner that all shards know."""
-    learner = group.learners.by_seat.get(seat)
+    learner = group.learners.by_id.get(member_id)
     if learner is not None and happens(learner, Event.KNOWN).next is not None:
-        effects.send(learner.connection, welcome_to(group, seat, learner.token, credit, incarnation))
+        effects.send(learner.connection, welcome_to(group, member_id, learner.token, credit, incarnation))
 
 
-def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
+def propose(group: Group, member_id: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:
     """Take the plan of a learner, in place of what it has proposed before or ``beside`` that."""
-    learner = group.learners.by_seat[seat]
+    learner = group.learners.by_id[member_id]
     if row_of(learner, Event.PROPOSE) is None:
-        raise UnexpectedMessageError(f"{group.call(seat)} proposes a plan when it should not")
+        raise UnexpectedMessageError(f"{group.call(member_id)} proposes a plan when it should not")
     happens(learner, Event.PROPOSE)
     learner.propose(plan, beside, now)
     compare_plans(group, effects)
@@ -50,7 +50,7 @@ def propose(group: Group, seat: int, plan: Plan, beside: bool, now: float, effec
 
 def compare_plans(group: Group, effects: Effects) -> None:
     """Tell learners that have proposed a plan whether it is the group's, if it has one."""
-    for seat, learner in group.learners.by_seat.items():
+    for member_id, learner in group.learners.by_id.items():
         if learner.plan is None or group.plans.plan is None:
             continue
         if len(learner.sections) == len(group.plans.plan.each):
@@ -64,9 +64,9 @@ def compare_plans(group: Group, effects: Effects) -> None:
             continue
         theirs, own = difference
         error = PlanMismatchError(
-            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members.by_seat)} have "
-            f"{theirs}; {group.call(seat)}, which wants to join, has {own}. Every worker must wrap the same module in "
-            f"the same way, with the same wire"
+            f"the plan of group {group.name!r} is another one, first here: {group.calls(group.members.by_id)} have "
+            f"{theirs}; {group.call(member_id)}, which wants to join, has {own}. Every worker must wrap the same "
+            f"module in the same way, with the same wire"
         )
         effects.send(learner.connection, Failure.of(error, Scope.PROPOSAL))
         effects.log(error.message, warning=True)
@@ -78,7 +78,7 @@ def outdated(group: Group) -> list[Learner]:
     here, numbers = ("", []) if plan is None else (plan.hash, [section.number for section in plan.each])
     return [
         learner
-        for learner in group.learners.by_seat.values()
+        for learner in group.learners.by_id.values()
         if learner.agreed not in ("", here)
         and (learner.stage is not Stage.WELCOME or list(learner.sections) != numbers[: len(learner.sections)])
     ]
@@ -90,19 +90,21 @@ def evict_outdated(group: Group, effects: Effects) -> None:
     _evict(outdated(group), Event.OUTDATED, error, effects)
 
 
-def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects) -> None:
+def hear(
+    group: Group, member_id: int, message: Serve | Enter | Ready | StateFailed, now: float, effects: Effects
+) -> None:
     """Take what a member or a learner says of states."""
-    learner = group.learners.by_seat.get(seat)
+    learner = group.learners.by_id.get(member_id)
     match message:
         case Serve() if learner is None:
-            group.learners.add_donor(seat)
+            group.learners.add_donor(member_id)
         case Serve() if learner is not None:
             happens(learner, Event.SERVE)
         case StateFailed(number, reason) if learner is None:
-            group.learners.remove_donor(seat)
-            effects.log(f"{group.call(seat)} cannot send its state: {reason}", warning=True)
-            for other in group.learners.by_seat.values():
-                if (other.number, other.donor) == (number, seat):
+            group.learners.remove_donor(member_id)
+            effects.log(f"{group.call(member_id)} cannot send its state: {reason}", warning=True)
+            for other in group.learners.by_id.values():
+                if (other.number, other.donor) == (number, member_id):
                     _have_others_go_on(group, other, Event.FAILED, effects)
         case Enter(failed, waits) if learner is not None and row_of(learner, Event.ENTER):
             donations.check_can_serve(group, learner.join.name)
@@ -121,7 +123,9 @@ def hear(group: Group, seat: int, message: Serve | Enter | Ready | StateFailed, 
                 if row.next is Stage.ENTERED:
                     enter(group, learner.round, effects)
         case _:
-            raise UnexpectedMessageError(f"a {type(message).__name__} from {group.call(seat)}, which is not due now")
+            raise UnexpectedMessageError(
+                f"a {type(message).__name__} from {group.call(member_id)}, which is not due now"
+            )
 
 
 def _check_sections(group: Group, learner: Learner) -> None:
@@ -144,20 +148,20 @@ def _have_others_go_on(group: Group, learner: Learner, event: Event, effects: Ef
 
 
 def caught_up(group: Group) -> list[int]:
-    """Return the seats of learners that have caught up with the others."""
-    return [seat for seat, learner in group.learners.by_seat.items() if learner.stage is Stage.READY]
+    """Return the ids of learners that have caught up with the others."""
+    return [member_id for member_id, learner in group.learners.by_id.items() if learner.stage is Stage.READY]
 
 
 def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> None:
     """Have learners contribute to the next round that have caught up, and others get the state."""
-    for seat in caught_up(group):
-        happens(group.learners.by_seat[seat], Event.BOUNDARY)
-        group.learners.by_seat[seat].contribute(record.round + 1)
+    for member_id in caught_up(group):
+        happens(group.learners.by_id[member_id], Event.BOUNDARY)
+        group.learners.by_id[member_id].contribute(record.round + 1)
     given, few = donations.due(group, now), group.lacks_workers
-    listens = {seat: donations.listens(group, seat) for seat in given}
-    for seat, donor in given.items():
-        learner = group.learners.by_seat[seat]
-        delivery = None if listens[seat] else Delivery(group.policy.state_seconds, group.policy.state_rate, few)
+    listens = {member_id: donations.listens(group, member_id) for member_id in given}
+    for member_id, donor in given.items():
+        learner = group.learners.by_id[member_id]
+        delivery = None if listens[member_id] else Delivery(group.policy.state_seconds, group.policy.state_rate, few)
         happens(learner, Event.DONATED)
         learner.receive(donor, group.learners.next_transfer(), record.round + 1, delivery)
     group.configure(effects)
@@ -166,8 +170,8 @@ def expect(group: Group, record: RoundRecord, now: float, effects: Effects) -> N
 def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
     """Return the transfers of the state at the boundary before round ``number``."""
     return tuple(
-        Transfer(learner.number, learner.donor, seat, not learner.listens)
-        for seat, learner in group.learners.by_seat.items()
+        Transfer(learner.number, learner.donor, member_id, not learner.listens)
+        for member_id, learner in group.learners.by_id.items()
         if learner.stage is Stage.RECEIVING and learner.round == number
     )
 
@@ -175,7 +179,7 @@ def transfers(group: Group, number: int) -> tuple[Transfer, ...]:
 def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects) -> None:
     """Wait from now on for learners of which ``told`` says so: members are told to send their states."""
     for transfer in told:
-        delivery = group.learners.by_seat[transfer.learner].delivery
+        delivery = group.learners.by_id[transfer.learner].delivery
         called, donor = group.call(transfer.learner), group.call(transfer.donor)
         if delivery is None:
             what = f"{donor} sends its state to {called}, and no member waits for that"
@@ -188,23 +192,23 @@ def deliver(group: Group, told: Iterable[Transfer], now: float, effects: Effects
 
 def state_comes(group: Group, report: StateComes, now: float) -> None:
     """Give a learner more time to which so much of its state has come."""
-    learner = group.learners.by_seat.get(report.rank)
+    learner = group.learners.by_id.get(report.member_id)
     if learner is None or learner.delivery is None:
         return
     if (learner.number, learner.donor) == (report.number, report.donor):
         learner.delivery.comes(report.nbytes, now)
 
 
-def awaits_state(group: Group, seats: Iterable[int]) -> bool:
-    """Tell whether one of ``seats`` is waited for while it gets the state: that is not being late."""
-    here = group.learners.by_seat
-    return any(seat in here and here[seat].stage is Stage.RECEIVING for seat in seats)
+def awaits_state(group: Group, member_ids: Iterable[int]) -> bool:
+    """Tell whether one of ``member_ids`` is waited for while it gets the state: that is not being late."""
+    here = group.learners.by_id
+    return any(member_id in here and here[member_id].stage is Stage.RECEIVING for member_id in member_ids)
 
 
 def contributors(group: Group, number: int) -> dict[int, Learner]:
-    """Return learners that contribute to round ``number``, by seat."""
-    here = group.learners.by_seat.items()
-    return {seat: learner for seat, learner in here if learner.entered and learner.round <= number}
+    """Return learners that contribute to round ``number``, by member id."""
+    here = group.learners.by_id.items()
+    return {member_id: learner for member_id, learner in here if learner.entered and learner.round <= number}
 
 
 def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> None:
@@ -212,11 +216,11 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
     entered = contributors(group, number)
     if not entered:
         return
-    for seat, learner in entered.items():
+    for member_id, learner in entered.items():
         happens(learner, Event.COUNTED)
-        group.learners.promote(seat)
-    seats = {seat: Seat(learner.connection, learner.join.name) for seat, learner in entered.items()}
-    what = group.members.promote(seats, number, epoch())
+        group.learners.promote(member_id)
+    member_ids = {member_id: Member(learner.connection, learner.join.name) for member_id, learner in entered.items()}
+    what = group.members.promote(member_ids, number, epoch())
     news = group.news(what, False, effects)
     journal.members(group, what, effects)
     group.configure(effects, news)
@@ -224,7 +228,7 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
 
 def enter(group: Group, number: int, effects: Effects) -> None:
     """Tell learners that have caught up that they contribute to round ``number``; it is written down first."""
-    here = [learner for learner in group.learners.by_seat.values() if learner.stage is Stage.ENTERED]
+    here = [learner for learner in group.learners.by_id.values() if learner.stage is Stage.ENTERED]
     told = [learner for learner in here if learner.round == number and not learner.entered]
     for learner in told:
         learner.enter()
@@ -233,9 +237,9 @@ def enter(group: Group, number: int, effects: Effects) -> None:
         journal.entered(group, effects)
 
 
-def fell_behind(group: Group, seat: int, effects: Effects) -> bool:
+def fell_behind(group: Group, member_id: int, effects: Effects) -> bool:
     """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
-    learner = group.learners.by_seat[seat]
+    learner = group.learners.by_id[member_id]
     if row_of(learner, Event.BEHIND) is None:
         return False
     _have_others_go_on(group, learner, Event.BEHIND, effects)
@@ -251,23 +255,23 @@ def evict_hopeless(group: Group, effects: Effects) -> None:
 # ── going ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lost_donor(group: Group, seat: int, effects: Effects) -> None:
+def lost_donor(group: Group, member_id: int, effects: Effects) -> None:
     """Have learners get the state of another member than a lost one, if they cannot have all of it by now."""
     told = group.rounds.number if group.rounds.held is None else group.rounds.held.round
-    for learner in group.learners.lose_donor(seat, group.members.epoch):
+    for learner in group.learners.lose_donor(member_id, group.members.epoch):
         event = Event.DONOR_LOST if learner.round <= told else Event.FAILED
         _have_others_go_on(group, learner, event, effects)
 
 
-def gone(group: Group, seat: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
+def gone(group: Group, member_id: int, reason: str, politely: bool, now: float, effects: Effects) -> None:
     """Take note that a learner is gone. Only its donor hears of it."""
-    group.learners.wait_in_vain(group.learners.by_seat[seat], now)
-    happens(group.learners.by_seat[seat], Event.GONE)
-    error = group.members.seats.departed(seat, politely, f"when it was about to join ({reason[:MAX_REASON]})")
-    if group.learners.lose(seat, group.members.epoch).entered:
+    group.learners.wait_in_vain(group.learners.by_id[member_id], now)
+    happens(group.learners.by_id[member_id], Event.GONE)
+    error = group.members.identities.departed(member_id, politely, f"when it was about to join ({reason[:MAX_REASON]})")
+    if group.learners.lose(member_id, group.members.epoch).entered:
         journal.entered(group, effects)
     effects.log(f"group {group.name!r}: {error.message}", warning=not politely)
-    group.configure(effects, departed=(Departure(seat, error),))
+    group.configure(effects, departed=(Departure(member_id, error),))
 
 
 def bereft(group: Group) -> WorkerLostError:
@@ -284,7 +288,7 @@ def disturb(group: Group, effects: Effects, all_of_them: bool = False) -> None:
         f"group {group.name!r} recovers, as a member or a data shard was lost or has come back: "
         f"workers that were about to join have to join again"
     )
-    _evict(group.learners.by_seat.values(), Event.CUT_OFF if all_of_them else Event.VOID, error, effects)
+    _evict(group.learners.by_id.values(), Event.CUT_OFF if all_of_them else Event.VOID, error, effects)
 
 
 def _evict(learners: Iterable[Learner], event: Event, error: GradServerError, effects: Effects) -> None:
@@ -296,26 +300,26 @@ def _evict(learners: Iterable[Learner], event: Event, error: GradServerError, ef
 
 def deadline(group: Group) -> float | None:
     """Return when the patience of the first learner ends, or that of the others with it."""
-    found = [learner.deadline for learner in group.learners.by_seat.values()]
+    found = [learner.deadline for learner in group.learners.by_id.values()]
     return min((at for at in found if at is not None), default=None)
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
     """Tell learners that have run out of patience, or with which the others have."""
-    for seat, learner in group.learners.by_seat.items():
+    for member_id, learner in group.learners.by_id.items():
         if learner.deadline is not None and learner.deadline <= now:
-            _evict([learner], Event.OVERDUE, _too_late(group, seat, learner, now), effects)
+            _evict([learner], Event.OVERDUE, _too_late(group, member_id, learner, now), effects)
 
 
-def _too_late(group: Group, seat: int, learner: Learner, now: float) -> DeadlineError:
+def _too_late(group: Group, member_id: int, learner: Learner, now: float) -> DeadlineError:
     """Return what a learner is told that has waited for the others for too long, or that they have waited for."""
-    number, missing = group.rounds.number, [*group.members.by_seat]
+    number, missing = group.rounds.number, [*group.members.by_id]
     if (delivery := learner.delivery) is not None:
-        text = f"group {group.name!r} waited {now - delivery.began:.1f} s in round {number} for {group.call(seat)}"
+        text = f"group {group.name!r} waited {now - delivery.began:.1f} s in round {number} for {group.call(member_id)}"
         text += f", and goes on without it: {delivery.why(now, group.call(learner.donor))}"
-        missing = [seat]
+        missing = [member_id]
     else:
         what = "agree on a plan" if learner.plan is not None else f"end round {number}, so that it can join"
         text = f"{learner.join.name!r} waited {learner.join.timeout:g} s for the members of group {group.name!r} to "
         text += f"{what} ({group.calls(missing)})"
-    return DeadlineError(text, missing=tuple(group.call(seat) for seat in missing), round=number)
+    return DeadlineError(text, missing=tuple(group.call(member_id) for member_id in missing), round=number)

@@ -39,79 +39,87 @@ from gradserver.protocol.messages.leases import Claim, Claimed, Located, Registe
 from gradserver.protocol.ranges import Ranges, pack, unpack
 
 
-def receive(group: Group, seat: int, message: Question | Used, payloads: Sequence[Buffer], effects: Effects) -> None:
+def receive(
+    group: Group, member_id: int, message: Question | Used, payloads: Sequence[Buffer], effects: Effects
+) -> None:
     """Take a message about data."""
     ranges = unpack(payloads[0]) if payloads else ()
     # what is asked of data may be of the next round, if the present one was pushed
     group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
     if isinstance(message, Used):
-        _check_quota(group, seat, message, used_ranges(ranges))
+        _check_quota(group, member_id, message, used_ranges(ranges))
         journal.used(group, ranges, effects)
-        group.leases.positions.used(message.name, message.epoch, seat, message.round, ranges, group.rounds.number)
+        group.leases.positions.used(message.name, message.epoch, member_id, message.round, ranges, group.rounds.number)
         _write(group, effects)
         return
-    if group.leases.asked.get((message.name, seat)) == (message, ranges):
+    if group.leases.asked.get((message.name, member_id)) == (message, ranges):
         return  # the same again, on a new connection
-    _check(group, seat, message, ranges)
+    _check(group, member_id, message, ranges)
     if message.round > group.rounds.number:
-        group.leases.ask_later(seat, message, ranges)
+        group.leases.ask_later(member_id, message, ranges)
     else:
-        _answer(group, seat, message, ranges, effects)
+        _answer(group, member_id, message, ranges, effects)
 
 
-def _check(group: Group, seat: int, message: Question, ranges: Ranges) -> None:
+def _check(group: Group, member_id: int, message: Question, ranges: Ranges) -> None:
     """Refuse what no correct client asks."""
     check_name("the data's name", message.name, MAX_NAME_BYTES)
-    if (message.name, seat) in group.leases.asked:
-        raise UnexpectedMessageError(f"{group.call(seat)} asks of data {message.name!r} before it has its last answer")
-    if sum(asker == seat for _, asker in group.leases.asked) >= MAX_DATA:
-        raise LimitExceededError(f"{group.call(seat)} asks of more than {MAX_DATA} kinds of data at once")
+    if (message.name, member_id) in group.leases.asked:
+        raise UnexpectedMessageError(
+            f"{group.call(member_id)} asks of data {message.name!r} before it has its last answer"
+        )
+    if sum(asker == member_id for _, asker in group.leases.asked) >= MAX_DATA:
+        raise LimitExceededError(f"{group.call(member_id)} asks of more than {MAX_DATA} kinds of data at once")
     if isinstance(message, Claim):
         group.leases.positions.use(message.name)
         if group.plans.plan is None:
-            raise UnexpectedMessageError(f"{group.call(seat)} claims data {message.name!r} in a group without a plan")
+            raise UnexpectedMessageError(
+                f"{group.call(member_id)} claims data {message.name!r} in a group without a plan"
+            )
     elif ranges and ranges[-1][1] > message.length:
         raise MalformedMessageError(f"used ranges of data {message.name!r} that has {message.length} samples")
 
 
-def _answer(group: Group, seat: int, message: Question, ranges: Ranges, effects: Effects) -> None:
-    connection = group.connection_of(seat)
+def _answer(group: Group, member_id: int, message: Question, ranges: Ranges, effects: Effects) -> None:
+    connection = group.connection_of(member_id)
     try:
         if isinstance(message, Register):
-            located, used = _register(group, seat, message, ranges, effects)
+            located, used = _register(group, member_id, message, ranges, effects)
             effects.send(connection, located, (pack(used),))
         else:
-            claimed, got = _claim(group, seat, message, effects)
+            claimed, got = _claim(group, member_id, message, effects)
             effects.send(connection, claimed, (pack(got),))
     except (DisagreementError, OutOfStepError, LimitExceededError, QuotaExceededError) as error:
         failure = Failure.of(error, Scope.DATA)
         effects.send(connection, replace(failure, fields={**failure.fields, "data": message.name}))
 
 
-def _register(group: Group, seat: int, message: Register, done: Ranges, effects: Effects) -> tuple[Located, Ranges]:
+def _register(
+    group: Group, member_id: int, message: Register, done: Ranges, effects: Effects
+) -> tuple[Located, Ranges]:
     new = message.name not in group.leases.positions.uses
     order = Order(message.length, message.seed, message.shuffle)
     if new:
-        _check_quota(group, seat, message, counted_ranges(len(done) + 1))
-    use = group.leases.positions.register(message.name, order, message.epoch, done, group.call(seat))
+        _check_quota(group, member_id, message, counted_ranges(len(done) + 1))
+    use = group.leases.positions.register(message.name, order, message.epoch, done, group.call(member_id))
     if new:
         journal.registered(group, use, effects)
     return Located(use.name, use.epoch), use.done
 
 
-def _claim(group: Group, seat: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
+def _claim(group: Group, member_id: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
     use = group.leases.positions.use(message.name)
     epoch = use.epoch
-    _check_quota(group, seat, message, counted_ranges(use.claimable(seat, message.number, message.count)))
-    number, found, ranges = use.claim(seat, message.number, message.epoch, message.count)
+    _check_quota(group, member_id, message, counted_ranges(use.claimable(member_id, message.number, message.count)))
+    number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count)
     if message.count:
-        group.leases.positions.begin_use(use.name, seat, message.round)
+        group.leases.positions.begin_use(use.name, member_id, message.round)
     if ranges or use.epoch != epoch:
-        journal.claimed(group, HandedOut(group.name, use.name, seat, number, found, ranges), effects)
+        journal.claimed(group, HandedOut(group.name, use.name, member_id, number, found, ranges), effects)
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 
-def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int) -> None:
+def _check_quota(group: Group, member_id: int, message: Question | Used, nbytes: int) -> None:
     """QuotaExceededError if the group's journal quota is used up, and ``message`` would have more written than is free.
 
     Of what is given back all that is known of the data is written.
@@ -122,17 +130,19 @@ def _check_quota(group: Group, seat: int, message: Question | Used, nbytes: int)
     if isinstance(message, Used) and use is not None:
         nbytes += counted_ranges(use.pieces, 1 + len(use.answers))
     if nbytes:
-        group.account.check(f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(seat)}")
+        group.account.check(
+            f"a {type(message).__name__} of many ranges of data {message.name!r} by {group.call(member_id)}"
+        )
 
 
-def departed(group: Group, seat: int) -> None:
-    """``seat`` is vacant."""
-    group.leases.depart(seat)
+def departed(group: Group, member_id: int) -> None:
+    """``member_id`` is vacant."""
+    group.leases.depart(member_id)
 
 
-def not_counted(group: Group, seat: int, number: int, keep: bool, effects: Effects) -> None:
-    """Round ``number`` closes without ``seat``, which is late. ``keep``: what it gave will count later."""
-    group.leases.positions.not_counted(seat, number, keep)
+def not_counted(group: Group, member_id: int, number: int, keep: bool, effects: Effects) -> None:
+    """Round ``number`` closes without ``member_id``, which is late. ``keep``: what it gave will count later."""
+    group.leases.positions.not_counted(member_id, number, keep)
     _write(group, effects)
 
 
@@ -143,5 +153,5 @@ def _write(group: Group, effects: Effects) -> None:
 
 def answer_what_waited(group: Group, effects: Effects) -> None:
     """Answer what was asked of rounds that had yet to be over, and are."""
-    for seat, question, ranges in group.leases.due(group.rounds.number):
-        _answer(group, seat, question, ranges, effects)
+    for member_id, question, ranges in group.leases.due(group.rounds.number):
+        _answer(group, member_id, question, ranges, effects)

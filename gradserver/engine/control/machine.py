@@ -164,7 +164,7 @@ RULES: Final = (
         lambda registry, group: group.state is FORMING and group.applicants.are_enough(group.policy, registry.now),
         forming.activate,
         "All applicants that a forming group waits for are there, or the gathering is over.",
-        "Seats, a new epoch, OpenGroup to all shards, Welcome to every member.",
+        "Member ids, a new epoch, OpenGroup to all shards, Welcome to every member.",
     ),
     Rule(_contradicts, _break, "Two members say different things of one round.", "The group is broken."),
     Rule(
@@ -176,7 +176,7 @@ RULES: Final = (
     Rule(
         lambda _, group: bool(group.learners.queue) and admissions.can_admit(group),
         lambda registry, group, effects: admissions.admit_queued(group, registry.roster.token, effects),
-        "There is a seat for an applicant that waits for one.",
+        "There is a place for an applicant that waits for one.",
         "It is a learner: Configure to all shards.",
     ),
     Rule(
@@ -276,7 +276,7 @@ TIMERS: Final = (
     Timer(
         admissions.queue_deadline,
         lambda registry, group, effects: admissions.queue_overdue(group, registry.now, effects),
-        "The patience of an applicant that waits for a seat ends.",
+        "The patience of an applicant that waits for a place ends.",
         "It is told that there was none.",
     ),
     Timer(

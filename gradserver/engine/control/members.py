@@ -28,7 +28,7 @@ _OUT_OF_DATA: Final = (
 def remove(
     registry: Registry,
     group: Group,
-    seat: int,
+    member_id: int,
     reason: str,
     now: float,
     effects: Effects,
@@ -40,45 +40,45 @@ def remove(
 
     Rounds that waited only for what it had used end before the membership changes.
     """
-    is_learner = seat in group.learners.by_seat
-    group.members.lose(seat)
-    group.plans.depart(seat)
-    group.sessions.attach(seat)
-    leases.departed(group, seat)
+    is_learner = member_id in group.learners.by_id
+    group.members.lose(member_id)
+    group.plans.depart(member_id)
+    group.sessions.attach(member_id)
+    leases.departed(group, member_id)
     rounds.settle_all(group, effects)
     if is_learner:
-        learners.gone(group, seat, reason, politely, now, effects)
+        learners.gone(group, member_id, reason, politely, now, effects)
     if not group.begun:
-        _close(registry, group, seat, reason, politely, effects)
+        _close(registry, group, member_id, reason, politely, effects)
         return
-    turns.departed(group, seat, effects)
+    turns.departed(group, member_id, effects)
     if is_learner:
         return
     if group.policy.ends_at_once and group.lacks_workers:
-        _break_without(group, seat, reason, politely, effects)
+        _break_without(group, member_id, reason, politely, effects)
         return
-    rounds.depart(group, seat, reason, politely, ended, registry.next_epoch, effects)
+    rounds.depart(group, member_id, reason, politely, ended, registry.next_epoch, effects)
     recovery.begin_if_due(registry, group, now, effects)
 
 
-def _close(registry: Registry, group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
+def _close(registry: Registry, group: Group, member_id: int, reason: str, politely: bool, effects: Effects) -> None:
     """End a group whose last member is gone."""
-    departed = group.members.seats.departed(seat, politely, f"({reason})").message
+    departed = group.members.identities.departed(member_id, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
     effects.log(f"group {group.name!r}: that was the last worker, after {group.rounds.number} rounds")
     registry.end(group, learners.bereft(group), f"{departed}, the last worker", effects)
 
 
-def _break_without(group: Group, seat: int, reason: str, politely: bool, effects: Effects) -> None:
+def _break_without(group: Group, member_id: int, reason: str, politely: bool, effects: Effects) -> None:
     """Break a group that has too few members and waits for no other worker; tell the others which one was lost."""
-    departed = group.members.seats.departed(seat, politely, f"({reason})").message
+    departed = group.members.identities.departed(member_id, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
     journal.members(group, departed, effects)
     when = f"after round {group.rounds.number - 1} " if group.rounds.number else ""
     remedy = _OUT_OF_DATA if politely and group.plans.plan is not None else ""
-    error = group.members.seats.departed(seat, politely, f"{when}and is needed to go on: {reason}{remedy}")
+    error = group.members.identities.departed(member_id, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, effects)
-    group.order(Break(group.name, seat, error), effects)
+    group.order(Break(group.name, member_id, error), effects)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,8 +101,8 @@ def halt(group: Group, error: GradServerError, effects: Effects) -> None:
     _break(group, error, effects)
     group.order(Halt(group.name, error, False), effects)
     failure = Failure.of(error, Scope.CONNECTION)
-    for seat in group.members.by_seat.values():
-        effects.send(seat.connection, failure)
+    for member in group.members.by_id.values():
+        effects.send(member.connection, failure)
 
 
 def halted(group: Group, error: GradServerError, buckets_only: bool, source: int, effects: Effects) -> None:
@@ -128,8 +128,8 @@ def disband(registry: Registry, group: Group, effects: Effects) -> None:
     least, waited = group.policy.minimum, group.policy.patience(group.timeout)
     error = DeadlineError(
         f"group {group.name!r} waited {waited:g} s for workers after round {group.rounds.number - 1}: it has "
-        f"{len(group.members.by_seat)}, {group.calls(group.members.by_seat)}, and at least {least} are needed to go on",
-        missing=(f"{least - len(group.members.by_seat)} more, of any rank",),
+        f"{len(group.members.by_id)}, {group.calls(group.members.by_id)}, and at least {least} are needed to go on",
+        missing=(f"{least - len(group.members.by_id)} more, of any rank",),
         round=group.rounds.number,
     )
     effects.log(error.message, warning=True)

@@ -28,26 +28,26 @@ from gradserver.protocol.plan import Plan, decode_plan, extend, first_difference
 _HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
 
 
-def propose(group: Group, seat: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
+def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
     """Take the plan of a member, or of a learner."""
-    if seat in group.learners.by_seat:
-        learners.propose(group, seat, _plan_of(message, data), bool(message.beside), now, effects)
+    if member_id in group.learners.by_id:
+        learners.propose(group, member_id, _plan_of(message, data), bool(message.beside), now, effects)
         return
     if group.broken is not None:
-        _fail(group, seat, group.broken, effects)
+        _fail(group, member_id, group.broken, effects)
         return
-    if seat in group.plans.proposals:
-        raise UnexpectedMessageError(f"{group.call(seat)} proposed a second plan before the first was settled")
+    if member_id in group.plans.proposals:
+        raise UnexpectedMessageError(f"{group.call(member_id)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")
     plan, here = _plan_of(message, data), group.plans.plan
-    if seat in group.plans.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
-        group.plans.tells(seat)
-        tell_agreed(group.members.by_seat[seat].connection, here, here.each[-1], group.plans.planned, effects)
+    if member_id in group.plans.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
+        group.plans.tells(member_id)
+        tell_agreed(group.members.by_id[member_id].connection, here, here.each[-1], group.plans.planned, effects)
         return
     if message.beside and (here is None or here.hash != message.beside):
-        raise UnexpectedMessageError(f"{group.call(seat)} proposed a section of a plan that is not the group's")
+        raise UnexpectedMessageError(f"{group.call(member_id)} proposed a section of a plan that is not the group's")
     proposal = Proposal(plan, now, message.round, bool(message.beside), frozenset(message.dropped))
-    group.plans.propose(seat, proposal)
+    group.plans.propose(member_id, proposal)
 
 
 def _plan_of(message: Propose, data: Buffer) -> Plan:
@@ -61,7 +61,7 @@ def are_complete(group: Group) -> bool:
     """Tell whether all members have proposed a plan, and nothing else has to come first."""
     if group.plans.unconfirmed or group.recovery.is_open:
         return False
-    return 0 < len(group.plans.proposals) == len(group.members.by_seat)
+    return 0 < len(group.plans.proposals) == len(group.members.by_id)
 
 
 def agree(group: Group, effects: Effects) -> None:
@@ -109,8 +109,8 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
     journal.planned(group, plan, effects)
     group.plans.adopt(plan, group.rounds.number)
     group.shards.set_plan(plan)
-    for seat in group.members.by_seat.values():
-        tell_agreed(seat.connection, plan, plan.each[-1], group.rounds.number, effects)
+    for member in group.members.by_id.values():
+        tell_agreed(member.connection, plan, plan.each[-1], group.rounds.number, effects)
     effects.log(f"group {group.name!r}: plan of {plan.size}")
     learners.compare_plans(group, effects)
 
@@ -143,7 +143,7 @@ def fail_all(group: Group, error: GradServerError, effects: Effects) -> None:
 
 def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
     """Tell ``rank`` that nothing comes of what it has proposed."""
-    effects.send(group.members.by_seat[rank].connection, Failure.of(error, Scope.PROPOSAL))
+    effects.send(group.members.by_id[rank].connection, Failure.of(error, Scope.PROPOSAL))
 
 
 def deadline(group: Group) -> float | None:
@@ -155,7 +155,7 @@ def deadline(group: Group) -> float | None:
 
 def overdue(group: Group, effects: Effects) -> None:
     """Tell members that have proposed a plan, and waited too long, which others did not."""
-    missing = [rank for rank in group.members.by_seat if rank not in group.plans.proposals]
+    missing = [rank for rank in group.members.by_id if rank not in group.plans.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(
         f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",

@@ -4,7 +4,7 @@
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
     Group, Durable, Handling, Stragglers, Epoch, whole
     Entered, Plan, Halt, Closed, Reset
-    Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each seat concerned
+    Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each member concerned
     Round, Boundary, Cut                         not at all
 
 What is not counted belongs to rounds. It is small. Its price is that a round is exchanged or a sample is claimed, which
@@ -34,7 +34,7 @@ from gradserver.protocol.ranges import PAIR_BYTES, Ranges
 REFILL_SECONDS: Final = 3600.0
 """In so long an empty budget is full again."""
 FREE_RANGES: Final = 32
-"""Ranges of one seat that are not counted. A claim is one, and a few more where samples of the dead are among them."""
+"""Ranges of one member that are not counted. A claim is one, or a few where samples of the dead are among them."""
 ENDED_BUDGETS: Final = 4
 """Budgets that ended groups may owe together, under names that the operator has not given."""
 _STEP: Final = 64
@@ -174,9 +174,9 @@ def counted(record: Kind) -> int:
     return size_of(record)
 
 
-def counted_ranges(count: int, seats: int = 1) -> int:
+def counted_ranges(count: int, member_ids: int = 1) -> int:
     """The bytes of so many ranges that are not free."""
-    return PAIR_BYTES * max(count - FREE_RANGES * seats, 0)
+    return PAIR_BYTES * max(count - FREE_RANGES * member_ids, 0)
 
 
 def used_ranges(ranges: Ranges) -> int:

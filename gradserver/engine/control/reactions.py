@@ -82,7 +82,7 @@ class Event:
     Attributes:
         what: a message, a report, or a notice.
         source: the connection that it came on; `HERE` for reports of the coordinator's own data half.
-        seat: that of the member or learner that it is of; -1 if it is of none.
+        member_id: that of the member or learner that it is of; -1 if it is of none.
         payloads: frames behind a message.
         follow: applies the rules, between two steps of one event.
     """
@@ -93,7 +93,7 @@ class Event:
     effects: Effects
     follow: Callable[[], None]
     source: int = HERE
-    seat: int = -1
+    member_id: int = -1
     payloads: Sequence[Buffer] = ()
 
     @property
@@ -106,7 +106,7 @@ class Event:
 
 
 def come(event: Event) -> None:
-    """Have an applicant wait for the others, or a learner for a seat. A group that needs all its members refuses it."""
+    """Have an applicant wait for the others, or a learner for a place."""
     assert isinstance(event.what, Join)
     registry, group = event.registry, event.group
     applicant = Applicant(event.source, event.what, event.now)
@@ -120,25 +120,25 @@ def come(event: Event) -> None:
 def propose(event: Event) -> None:
     """Keep the plan until all members have proposed one; tell a learner whether it is the group's."""
     assert isinstance(event.what, Propose)
-    plans.propose(event.group, event.seat, event.what, event.payloads[0], event.now, event.effects)
+    plans.propose(event.group, event.member_id, event.what, event.payloads[0], event.now, event.effects)
 
 
 def ask_of_data(event: Event) -> None:
     """Answer when the rounds before it are over."""
     assert isinstance(event.what, Register | Claim | Used)
-    leases.receive(event.group, event.seat, event.what, event.payloads, event.effects)
+    leases.receive(event.group, event.member_id, event.what, event.payloads, event.effects)
 
 
 def say_of_states(event: Event) -> None:
     """Change the stage of a learner, or the members that can send their state."""
     assert isinstance(event.what, Serve | Enter | Ready | StateFailed)
-    learners.hear(event.group, event.seat, event.what, event.now, event.effects)
+    learners.hear(event.group, event.member_id, event.what, event.now, event.effects)
 
 
 def say_of_modules(event: Event) -> None:
     """Tell members that follow which module is next."""
     assert isinstance(event.what, Opens | Steps | Follow)
-    turns.hear(event.group, event.seat, event.what, event.effects)
+    turns.hear(event.group, event.member_id, event.what, event.effects)
 
 
 def resume(event: Event) -> None:
@@ -147,7 +147,7 @@ def resume(event: Event) -> None:
     assert isinstance(message, Resume)
     is_later = message.epoch > group.members.epoch
     if is_later:
-        group.account.check_join(group.members.seats.names[message.seat])
+        group.account.check_join(group.members.identities.names[message.member_id])
         registry.skip_to(message.epoch)
     recovery.promote_contributors(registry, group, effects)
     if is_later:
@@ -169,8 +169,8 @@ def leave(event: Event) -> None:
     if any(applicant.connection == event.source for applicant in group.learners.queue):
         group.learners.leave_queue(event.source)
         return
-    seat = event.seat if event.seat >= 0 else group.seat_of(event.source)
-    args = event.registry, group, seat, what.reason, event.now, event.effects
+    member_id = event.member_id if event.member_id >= 0 else group.member_id_of(event.source)
+    args = event.registry, group, member_id, what.reason, event.now, event.effects
     members.remove(*args, politely=what.politely, ended=what.ended)
 
 
@@ -179,7 +179,7 @@ def detach(event: Event) -> None:
     assert isinstance(event.what, Broke)
     recovery.promote_contributors(event.registry, event.group, event.effects)
     event.follow()
-    sessions.detach(event.registry, event.group, event.seat, event.what.reason, event.now, event.effects)
+    sessions.detach(event.registry, event.group, event.member_id, event.what.reason, event.now, event.effects)
 
 
 def lose_shard(event: Event) -> None:
@@ -236,21 +236,21 @@ def fall_behind(event: Event) -> None:
     """Have a learner get the state anew; evict a member."""
     report, group = event.what, event.group
     assert isinstance(report, Behind)
-    if report.rank in group.learners.by_seat and learners.fell_behind(group, report.rank, event.effects):
+    if report.member_id in group.learners.by_id and learners.fell_behind(group, report.member_id, event.effects):
         return
-    occupant = group.members.by_seat.get(report.rank) or group.learners.by_seat.get(report.rank)
+    occupant = group.members.by_id.get(report.member_id) or group.learners.by_id.get(report.member_id)
     if occupant is not None:
-        event.effects.evict(occupant.connection, rounds.behind(group, report.rank, report.round))
+        event.effects.evict(occupant.connection, rounds.behind(group, report.member_id, report.round))
 
 
 def be_absent(event: Event) -> None:
     """Evict a worker that broke the protocol at a shard; keep the place of one whose connection there broke."""
     report, group, effects = event.what, event.group, event.effects
     assert isinstance(report, Absent)
-    occupant = group.members.by_seat.get(report.rank) or group.learners.by_seat.get(report.rank)
+    occupant = group.members.by_id.get(report.member_id) or group.learners.by_id.get(report.member_id)
     if occupant is None or occupant.connection < 0:
         return
-    broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.rank)
+    broke = isinstance(report.error, ConnectionLostError) and not report.ended and group.is_inside(report.member_id)
     if not (group.is_durable and event.source != HERE and broke):
         effects.evict(occupant.connection, report.error, ended=report.ended)
         return
@@ -259,7 +259,7 @@ def be_absent(event: Event) -> None:
     recovery.promote_contributors(event.registry, group, effects)  # as when its connection to the coordinator breaks
     event.follow()
     effects.dismiss(occupant.connection, report.error)
-    sessions.detach(event.registry, group, report.rank, report.error.message, event.now, effects)
+    sessions.detach(event.registry, group, report.member_id, report.error.message, event.now, effects)
 
 
 def halt(event: Event) -> None:

@@ -32,12 +32,12 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
     group.rounds.void()
     group.shards.void()
     group.plans.void_confirmations()
-    here = [seat for seat in group.members.by_seat if seat not in group.sessions.away]
+    here = [member_id for member_id in group.members.by_id if member_id not in group.sessions.away]
     if here:
         group.sessions.hurry(now + group.policy.missing)
     resumed = Resumed(registry.incarnation, version, group.shards.urls)
-    for seat in here:
-        effects.send(group.members.by_seat[seat].connection, resumed)
+    for member_id in here:
+        effects.send(group.members.by_id[member_id].connection, resumed)
     own = group.latest + 1 if group.recovery.is_uncertain else group.recovery.own
     group.order(Recover(group.name, version, group.rounds.due, group.latest, own), effects)
 
@@ -59,10 +59,10 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     number = report.round - 1
     epoch = group.rounds.told[1] if group.rounds.told[0] == number else group.members.epoch
     group.rounds.begin(report.round)
-    here = [seat for seat in report.seats if seat in group.members.by_seat]
-    for seat in here:
-        effects.send(group.members.by_seat[seat].connection, RoundDone(number, epoch))
-    if late := group.rounds.recall_late(report.round).intersection(group.members.by_seat):
+    here = [member_id for member_id in report.member_ids if member_id in group.members.by_id]
+    for member_id in here:
+        effects.send(group.members.by_id[member_id].connection, RoundDone(number, epoch))
+    if late := group.rounds.recall_late(report.round).intersection(group.members.by_id):
         group.order(CutRound(group.name, report.round, tuple(sorted(late))), effects)
     group.order(Proceed(group.name), effects)
 
@@ -84,7 +84,7 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
     if group.recovery.note_standing(source) <= len(group.shards.connections):
         return
     group.recovery.end(group.rounds.number)
-    effects.log(f"group {group.name!r}: {len(group.members.by_seat)} workers go on with round {group.rounds.number}")
+    effects.log(f"group {group.name!r}: {len(group.members.by_id)} workers go on with round {group.rounds.number}")
 
 
 def _check(group: Group, report: CaughtUp | Recovered) -> None:

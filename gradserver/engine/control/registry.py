@@ -11,7 +11,7 @@ from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.roster import Roster
 from gradserver.engine.control.rounds import is_steady
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Seat
+from gradserver.engine.order_fields import Member
 from gradserver.engine.orders import CloseGroup, OpenGroup
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
@@ -89,11 +89,11 @@ class Registry:
         """Return the group that a connection has joined; None if there is none."""
         return self.groups.get(self.places.get(connection, ""))
 
-    def seat(self, connection: int) -> tuple[Group, int]:
-        """Return the group and the seat of a member or a learner."""
+    def member(self, connection: int) -> tuple[Group, int]:
+        """Return the group and the id of a member or a learner."""
         group = self.group_of(connection)
-        if group is not None and (seat := group.seat_of(connection)) >= 0:
-            return group, seat
+        if group is not None and (member_id := group.member_id_of(connection)) >= 0:
+            return group, member_id
         raise UnexpectedMessageError("this message is for members of a group: join first")
 
     def check_free(self, connection: int) -> None:
@@ -129,13 +129,13 @@ class Registry:
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
-    def opening(self, group: Group, seats: tuple[Seat, ...], tokens: tuple[str, ...], shard: int = 0) -> OpenGroup:
+    def opening(self, group: Group, founders: tuple[Member, ...], tokens: tuple[str, ...], shard: int = 0) -> OpenGroup:
         """Return the first order about a group. ``shard`` is the data half's place there; members show ``tokens``."""
         policy = group.policy
         return OpenGroup(
             group.name,
             group.members.founded,
-            seats,
+            founders,
             self.credit,
             group.round_timeout,
             rates=group.shards.table.rates,
@@ -171,5 +171,5 @@ class Registry:
         for name, group in self.groups.items():
             for connection in group.validate():
                 assert self.places[connection] == name, f"{connection} is in two groups"
-        seated = sum(len(group.connections) for group in self.groups.values())
-        assert seated == len(self.places), "a connection without a place"
+        attached = sum(len(group.connections) for group in self.groups.values())
+        assert attached == len(self.places), "a connection without a place"

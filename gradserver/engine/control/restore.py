@@ -14,7 +14,7 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
-from gradserver.engine.order_fields import Departure, Seat
+from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.orders import RemoteOrder, SetPlan
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import (
@@ -65,7 +65,7 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
         group = _group(registry, name, found, policy, now)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
-        names = ", ".join(map(repr, group.members.seats.present_names()))
+        names = ", ".join(map(repr, group.members.identities.present_names()))
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")
         yield group
@@ -95,17 +95,21 @@ def _lateness(began: Stragglers | None, policy: Policy) -> Lateness | None:
 
 def _promote(registry: Registry, group: Group, entered: Entered, now: float, effects: Effects) -> None:
     """Make members of learners that contributed to the open round: results that others hold may have that."""
-    new = {seat: Seat(-1, name) for seat, name in entered.members if seat not in group.members.by_seat}
-    early = [seat for seat, name in entered.members if seat in new or group.members.by_seat[seat].name == name]
+    new = {member_id: Member(-1, name) for member_id, name in entered.members if member_id not in group.members.by_id}
+    early = [
+        member_id
+        for member_id, name in entered.members
+        if member_id in new or group.members.by_id[member_id].name == name
+    ]
     group.members.entered_in(entered.round, early)
     if not new:
         return
-    for seat, occupant in new.items():
-        group.members.admit(seat, occupant.name)
+    for member_id, occupant in new.items():
+        group.members.admit(member_id, occupant.name)
     what = group.members.promote(new, entered.round, registry.next_epoch())
     group.members.void_before(group.members.epoch)
     group.sessions.detach_all(
-        group.members.by_seat, max(group.sessions.away.values(), default=now + group.policy.reconnect)
+        group.members.by_id, max(group.sessions.away.values(), default=now + group.policy.reconnect)
     )
     journal.members(group, what, effects)
     group.members.recall(group.members.membership(what, False, group.early))
@@ -113,16 +117,19 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
 
 def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
     """Order what a data half has to know of a group that was restored, or that it is new to."""
-    names, early = group.members.seats.names, group.early  # these have no part in collectives from before they came
-    seats = tuple(Seat(-1, "" if seat in early else name) for seat, name in enumerate(names))
-    tokens = tuple(group.token(seat) for seat in range(len(seats))) if shard else ()
-    order(registry.opening(group, seats, tokens, shard))
+    names, early = (
+        group.members.identities.names,
+        group.early,
+    )  # these have no part in collectives from before they came
+    founders = tuple(Member(-1, "" if member_id in early else name) for member_id, name in enumerate(names))
+    tokens = tuple(group.token(member_id) for member_id in range(len(founders))) if shard else ()
+    order(registry.opening(group, founders, tokens, shard))
     order(
         group.configured(
             tuple(
-                Departure(seat, WorkerLostError(f"{name!r} had departed before"))
-                for seat, name in enumerate(names)
-                if name and seat not in group.members.by_seat
+                Departure(member_id, WorkerLostError(f"{name!r} had departed before"))
+                for member_id, name in enumerate(names)
+                if name and member_id not in group.members.by_id
             )
         )
     )
@@ -137,14 +144,14 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     assert founded is not None
     assert durable is not None
     handling = found.latest(Handling)
-    names = {seat: name for epoch in epochs for seat, name in epoch.members}
+    names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     group = Group(name, policy, registry.quotas.account(name), nonfinite)
     group.members.restore(names, dict(latest.members), latest.epoch)
     group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
-    group.sessions.detach_all(group.members.by_seat, now + policy.reconnect)
+    group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
     group.set_timeouts(founded.timeout, registry.round_timeout)
     group.leases.restore(found.positions)
     _restore_rounds(group, found)
@@ -177,9 +184,9 @@ def _close_again(group: Group, found: GroupState) -> None:
     """Note which rounds were closed for late members: that holds, and is told again when the group has recovered."""
     for cut in (dated.record for dated in found.cuts):
         if isinstance(cut, Cut):
-            group.rounds.close_without(cut.round, cut.seats)
-            for seat in cut.seats:
-                group.leases.positions.not_counted(seat, cut.round, group.late_are == "keep")
+            group.rounds.close_without(cut.round, cut.member_ids)
+            for member_id in cut.member_ids:
+                group.leases.positions.not_counted(member_id, cut.round, group.late_are == "keep")
 
 
 def _entered(group: Group, found: GroupState) -> Entered | None:
@@ -193,4 +200,4 @@ def _early(epoch: Epoch, entered: Entered | None) -> tuple[tuple[int, ...], int]
     if entered is None:
         return (), 0
     early = sorted({*epoch.members}.intersection(entered.members))
-    return tuple(seat for seat, _ in early), entered.round
+    return tuple(member_id for member_id, _ in early), entered.round

@@ -74,11 +74,11 @@ class Roster:
         if self.shards and self._entropy is not None:
             stated = [self._rate, *(shard.rate for shard in self.shards.values())]
             urls = [shard.url for shard in self.shards.values()]
-            table = Table(len(group.members.by_seat), comparable(stated))
+            table = Table(len(group.members.by_id), comparable(stated))
             group.shards.set_up(table, tuple(self.shards), urls)
             durable, entropy = group.is_durable, self._entropy
-            seats = range(group.members.world)
-            group.shards.set_tokens([group.token(seat) if durable else entropy() for seat in seats])
+            member_ids = range(group.members.world)
+            group.shards.set_tokens([group.token(member_id) if durable else entropy() for member_id in member_ids])
 
     @property
     def enlisted(self) -> int:

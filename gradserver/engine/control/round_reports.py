@@ -26,14 +26,14 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
         group.members.world, len(record.weights) if group.is_durable else 0
     )  # some may be known to members only
     if len(record.weights) >= group.members.founders:
-        record = _widened(record, world)  # a worker has got a seat since
+        record = _widened(record, world)  # a worker has joined since
     fits = (
         section is not None
         and len(record.weights) == len(record.arrivals) == world
         and len(record.results) in (0, buckets)
     )
-    spoken_of = {record.last, *(seat for seat, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
-    if not fits or not all(0 <= seat < world for seat in spoken_of):
+    spoken_of = {record.last, *(member_id for member_id, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
+    if not fits or not all(0 <= member_id < world for member_id in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.shards.report(source, replace(report, record=record))
     if reported is None:
@@ -45,7 +45,7 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
 
 
 def _widened(record: RoundRecord, world: int) -> RoundRecord:
-    """``record``, with places for as many seats as there are now."""
+    """``record``, with places for as many ids as there are now."""
     more = world - len(record.weights)
     if more <= 0 or len(record.arrivals) != len(record.weights):
         return record
@@ -63,13 +63,13 @@ def _merged(group: Group, done: RoundRecord, reported: dict[int, RoundRecord]) -
     weights = tuple(map(max, given))
     cut: Counter[tuple[int, int]] = Counter()
     for record in reported.values():
-        cut.update({(seat, part): slices for seat, part, slices in record.cut})
-    only_here = {seat for seat, weights in enumerate(given) if any(weights) and not all(weights)}
-    for seat in {seat for seat, _ in cut} | only_here:
+        cut.update({(member_id, part): slices for member_id, part, slices in record.cut})
+    only_here = {member_id for member_id, weights in enumerate(given) if any(weights) and not all(weights)}
+    for member_id in {member_id for member_id, _ in cut} | only_here:
         for source, record in reported.items():
-            if record.weights[seat] and not any(seat == other for other, _, _ in record.cut):
+            if record.weights[member_id] and not any(member_id == other for other, _, _ in record.cut):
                 shard = group.shards.connections.index(source) + 1 if source in group.shards.connections else 0
-                cut.update({(seat, part): slices for part, slices in _slices_of(group, shard, done.section)})
+                cut.update({(member_id, part): slices for part, slices in _slices_of(group, shard, done.section)})
     return replace(done, weights=weights, cut=tuple((*which, slices) for which, slices in sorted(cut.items())))
 
 
@@ -103,7 +103,7 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
 def _not_finite(parts: Sequence[RoundRecord]) -> tuple[tuple[int, int, int, int], ...]:
     """Return what was not finite at any shard: how many slices, and which was the first element."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    for seat, part, slices, first in (one for record in parts for one in record.nonfinite):
-        before, earlier = found.get((seat, part), (0, first))
-        found[seat, part] = before + slices, min([one for one in (earlier, first) if one >= 0], default=-1)
+    for member_id, part, slices, first in (one for record in parts for one in record.nonfinite):
+        before, earlier = found.get((member_id, part), (0, first))
+        found[member_id, part] = before + slices, min([one for one in (earlier, first) if one >= 0], default=-1)
     return tuple((*which, *what) for which, what in sorted(found.items()))

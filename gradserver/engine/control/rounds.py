@@ -24,15 +24,17 @@ from gradserver.protocol.messages import RoundDone
 
 
 def depart(
-    group: Group, seat: int, reason: str, politely: bool, ended: bool, epoch: Callable[[], int], effects: Effects
+    group: Group, member_id: int, reason: str, politely: bool, ended: bool, epoch: Callable[[], int], effects: Effects
 ) -> None:
-    """Go on without ``seat``, in a new epoch. ``ended``: its process has."""
-    error = group.members.seats.departed(seat, politely, f"in round {group.rounds.number} ({reason[:MAX_REASON]})")
-    group.members.depart(seat, epoch())
+    """Go on without ``member_id``, in a new epoch. ``ended``: its process has."""
+    error = group.members.identities.departed(
+        member_id, politely, f"in round {group.rounds.number} ({reason[:MAX_REASON]})"
+    )
+    group.members.depart(member_id, epoch())
     news = group.news(f"{error.message}; {_rest(group)}", not politely, effects)
     journal.members(group, error.message, effects)
-    group.configure(effects, news, departed=(Departure(seat, error, ended),))
-    learners.lost_donor(group, seat, effects)
+    group.configure(effects, news, departed=(Departure(member_id, error, ended),))
+    learners.lost_donor(group, member_id, effects)
 
 
 def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
@@ -49,7 +51,7 @@ def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effe
 def is_settled(group: Group) -> bool:
     """Tell whether, of the first round that is complete, each member that counted has said what it used."""
     record, _ = group.rounds.unsettled[0]
-    counted = [seat for seat in group.contributors if record.weights[seat] > 0] if group.shards else ()
+    counted = [member_id for member_id in group.contributors if record.weights[member_id] > 0] if group.shards else ()
     return not group.leases.positions.awaits(record.round, counted)
 
 
@@ -93,8 +95,8 @@ def _is_written(group: Group, record: RoundRecord) -> bool:
     last = group.rounds.ledger[-1] if group.rounds.ledger else None
     if last is None or last.round != record.round:
         return False
-    weights = {seat: weight for seat, weight in enumerate(record.weights) if weight}
-    before = {seat: weight for seat, weight in enumerate(last.weights) if weight}
+    weights = {member_id: weight for member_id, weight in enumerate(record.weights) if weight}
+    before = {member_id: weight for member_id, weight in enumerate(last.weights) if weight}
     return weights == before and _partly(group, record) == _partly(group, last)
 
 
@@ -103,13 +105,13 @@ def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]
     if not record.cut or group.plans.plan is None:
         return {}
     given: dict[int, set[tuple[int, int]]] = defaultdict(set)
-    for seat, part, slices in record.cut:
-        given[seat].add((part, slices))
+    for member_id, part, slices in record.cut:
+        given[member_id].add((part, slices))
     section = group.plans.plan.section(record.section)
     keys = (ExchangeKey(Stream.BUCKET, record.round, part) for part in (section.parts if section is not None else ()))
     shares = (group.shards.table.share(key, group.plans.plan.buckets[key.part].operation) for key in keys)
     whole = sum(share.layout.count for share in shares)
-    return {seat: found for seat, found in given.items() if sum(slices for _, slices in found) < whole}
+    return {member_id: found for member_id, found in given.items() if sum(slices for _, slices in found) < whole}
 
 
 def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
@@ -119,10 +121,10 @@ def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) 
     """
     change = group.configuration.next_change()
     if (news := change.news) is not None:  # a member that has joined since then was not in that membership
-        for seat, member in group.members.by_seat.items():
-            if seat in news.seats:
+        for member_id, member in group.members.by_id.items():
+            if member_id in news.member_ids:
                 effects.announce(member.connection, news)
-    learners.welcome(group, change.seat, credit, incarnation, effects)
+    learners.welcome(group, change.member_id, credit, incarnation, effects)
 
 
 def is_at_boundary(group: Group) -> bool:
@@ -143,7 +145,7 @@ def is_steady(group: Group) -> bool:
 
     With several data shards it ends with the last results of each. All members get the same results, so they agree.
     """
-    return not (group.is_durable or group.learners.by_seat)
+    return not (group.is_durable or group.learners.by_id)
 
 
 def can_expect(group: Group, now: float) -> bool:
@@ -184,7 +186,7 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
     learners.enter(group, record.round + 1, effects)
     done = RoundDone(record.round, group.members.epoch, learners.transfers(group, record.round + 1))
     learners.deliver(group, done.transfers, now, effects)
-    for member in group.members.by_seat.values():
+    for member in group.members.by_id.values():
         effects.send(member.connection, done)
     for learner in group.learners.hearing:
         learner.hear_boundary(record.completed)
@@ -196,8 +198,8 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
 def close_round(group: Group, late: Late, effects: Effects) -> None:
     """Close a round without members that are late, as many as the policy lets go."""
     there = {*group.contributors}
-    who = [seat for seat in late.seats if seat in there]
-    if late.round != group.rounds.number or not who or learners.awaits_state(group, late.seats):
+    who = [member_id for member_id in late.member_ids if member_id in there]
+    if late.round != group.rounds.number or not who or learners.awaits_state(group, late.member_ids):
         return
     lateness = group.policy.lateness
     if lateness is None:
@@ -207,7 +209,7 @@ def close_round(group: Group, late: Late, effects: Effects) -> None:
     gone = group.rounds.late.get(late.round, set())
     count = group.next_count
     spared = count - lateness.needed(count) - len(gone & there)
-    who = [seat for seat in who if seat not in gone][: max(spared, 0)]
+    who = [member_id for member_id in who if member_id not in gone][: max(spared, 0)]
     if not who:
         return
     group.rounds.close_without(late.round, who)
@@ -215,21 +217,21 @@ def close_round(group: Group, late: Late, effects: Effects) -> None:
     journal.cut(group, late.round, who, text, effects)
     if late.tell:
         effects.log(text, warning=True)
-    for seat in who:
-        leases.not_counted(group, seat, late.round, group.late_are == "keep", effects)
+    for member_id in who:
+        leases.not_counted(group, member_id, late.round, group.late_are == "keep", effects)
     group.order(CutRound(group.name, late.round, tuple(who)), effects)
 
 
-def behind(group: Group, seat: int, number: int) -> LeftOutError:
+def behind(group: Group, member_id: int, number: int) -> LeftOutError:
     """Return what a member is told that has left too much unread."""
     size = group.policy.backlog / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
-    return group.members.seats.left_out(seat, f"group {group.name!r} in round {number}: {what}")
+    return group.members.identities.left_out(member_id, f"group {group.name!r} in round {number}: {what}")
 
 
 def _rest(group: Group) -> str:
     """Say how many members continue, or are left if these are too few."""
-    count = len(group.members.by_seat)
+    count = len(group.members.by_id)
     if group.lacks_workers:
         return "1 worker is left" if count == 1 else f"{count} workers are left"
     return "1 worker goes on" if count == 1 else f"{count} workers go on"

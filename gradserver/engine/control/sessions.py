@@ -38,23 +38,23 @@ _LOOK_SECONDS = 0.25
 # ── being away ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def may_return(group: Group, seat: int) -> bool:
-    """Tell whether the occupant of ``seat`` can come back when its connection has broken."""
-    return bool(group.members.by_seat and group.is_durable) and group.broken is None and group.is_inside(seat)
+def may_return(group: Group, member_id: int) -> bool:
+    """Tell whether the member with ``member_id`` can come back when its connection has broken."""
+    return bool(group.members.by_id and group.is_durable) and group.broken is None and group.is_inside(member_id)
 
 
-def detach(registry: Registry, group: Group, seat: int, reason: str, now: float, effects: Effects) -> None:
+def detach(registry: Registry, group: Group, member_id: int, reason: str, now: float, effects: Effects) -> None:
     """Keep the place of a member that has lost its connection."""
-    del registry.places[group.members.by_seat[seat].connection]
+    del registry.places[group.members.by_id[member_id].connection]
     policy = group.policy
-    group.members.connect(seat, -1)
+    group.members.connect(member_id, -1)
     all_break = group.shards and group.recovery.is_open  # a shard was lost: all members make new connections
-    group.sessions.detach(seat, now + (policy.missing if all_break else policy.dead_after / 2))
-    effects.log(f"group {group.name!r}: {group.call(seat)} is away ({reason})")
+    group.sessions.detach(member_id, now + (policy.missing if all_break else policy.dead_after / 2))
+    effects.log(f"group {group.name!r}: {group.call(member_id)} is away ({reason})")
     if group.is_deserted:
-        group.sessions.detach_all(group.members.by_seat, now + policy.reconnect)
+        group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
         effects.log(f"group {group.name!r}: all members are away; it waits {policy.reconnect:g} s", warning=True)
-    group.order(Detach(group.name, seat), effects)
+    group.order(Detach(group.name, member_id), effects)
 
 
 def deadline(group: Group) -> float | None:
@@ -64,26 +64,26 @@ def deadline(group: Group) -> float | None:
 
 def overdue(registry: Registry, group: Group, effects: Effects) -> None:
     """Go on without members that should be back by now, and are not."""
-    for seat in _not_back(registry, group, registry.now, effects):
+    for member_id in _not_back(registry, group, registry.now, effects):
         reason = "its connection broke, and it did not come back"
-        members.remove(registry, group, seat, reason, registry.now, effects)
+        members.remove(registry, group, member_id, reason, registry.now, effects)
 
 
 def _not_back(registry: Registry, group: Group, now: float, effects: Effects) -> list[int]:
-    """Return the seats of members that should be back by now. One with a running process has the round timeout.
+    """Return the ids of members that should be back by now. One with a running process has the round timeout.
 
     A worker inside of one long call that keeps Python's lock cannot connect again, but libzmq's thread can, and says
     so by its beacon.
     """
     late: list[int] = []
-    for seat in group.sessions.overdue(now):
-        since = group.sessions.busy.get(seat, now)
-        if since + group.round_timeout <= now or not registry.runs(beacon_id(group.token(seat))):
-            late.append(seat)
+    for member_id in group.sessions.overdue(now):
+        since = group.sessions.busy.get(member_id, now)
+        if since + group.round_timeout <= now or not registry.runs(beacon_id(group.token(member_id))):
+            late.append(member_id)
             continue
         until = min(now + _LOOK_SECONDS, since + group.round_timeout)
-        if group.sessions.wait_for_busy(seat, since, until):
-            who, most = group.call(seat), f"{group.round_timeout:g} s at most"
+        if group.sessions.wait_for_busy(member_id, since, until):
+            who, most = group.call(member_id), f"{group.round_timeout:g} s at most"
             what = f"{who} is not back, and its process runs: it is waited for, {most}"
             effects.log(f"group {group.name!r}: {what}", warning=True)
     return late
@@ -101,20 +101,20 @@ def check(group: Group | None, message: Resume) -> Group:
         UnexpectedMessageError: it names an epoch that cannot have begun.
     """
     name = (
-        group.members.seats.names[message.seat]
-        if group is not None and message.seat < len(group.members.seats.names)
+        group.members.identities.names[message.member_id]
+        if group is not None and message.member_id < len(group.members.identities.names)
         else ""
     )
     if group is None or not group.is_durable:
         if group is not None and name and group.broken is None:
-            raise group.left_out(message.seat, "its connection broke, and without --state-dir no place is kept")
+            raise group.left_out(message.member_id, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(
             f"there is no durable group {message.group[:128]!r} to resume in: call connect again to join a new one"
         )
-    if name and not hmac.compare_digest(group.token(message.seat).encode(), message.token.encode()):
+    if name and not hmac.compare_digest(group.token(message.member_id).encode(), message.token.encode()):
         raise JoinRefusedError(
-            f"this is not the token of seat {message.seat} in group {group.name!r}: another worker has it, or it is "
-            f"not the group that was joined"
+            f"this is not the token of member id {message.member_id} in group {group.name!r}: another worker has it, "
+            f"or it is not the group that was joined"
         )
     if group.broken is not None:
         raise group.broken.again()
@@ -122,9 +122,9 @@ def check(group: Group | None, message: Resume) -> Group:
         raise UnexpectedMessageError(
             f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.members.epoch}"
         )
-    if not group.is_inside(message.seat):
-        rank = group.members.seats.rank(message.seat) if name else -1
-        who = f"{name!r} (was rank {rank})" if name else f"in seat {message.seat}"
+    if not group.is_inside(message.member_id):
+        rank = group.members.identities.rank(message.member_id) if name else -1
+        who = f"{name!r} (was rank {rank})" if name else f"with member id {message.member_id}"
         raise LeftOutError(
             f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
             f"{group.rounds.number}. It has to join again",
@@ -137,7 +137,7 @@ def check(group: Group | None, message: Resume) -> Group:
 def catch_up(registry: Registry, group: Group, effects: Effects) -> None:
     """Begin an epoch behind one that members know of and that was never written down, as when the disk was full."""
     group.members.begin_epoch(registry.next_epoch())
-    count = len(group.members.by_seat)
+    count = len(group.members.by_id)
     what = f"{count} workers go on, as the coordinator that was lost had not written down which were there"
     news = group.news(what, True, effects)
     journal.members(group, what, effects)
@@ -149,8 +149,8 @@ def resume(registry: Registry, group: Group, message: Resume, connection: int, n
 
     In a group with shards elsewhere one always has to: so it is of the same members and connections at all of them.
     """
-    seat, generation = message.seat, registry.next_epoch()
-    before = group.members.by_seat[seat].connection
+    member_id, generation = message.member_id, registry.next_epoch()
+    before = group.members.by_id[member_id].connection
     registry.places.pop(before, None)
     registry.places[connection] = group.name
     group.shards.miss(now)
@@ -158,23 +158,23 @@ def resume(registry: Registry, group: Group, message: Resume, connection: int, n
         learners.disturb(group, effects)
     if before >= 0:
         effects.close(before)
-        group.order(Detach(group.name, seat), effects)
-    group.members.connect(seat, connection)
-    group.sessions.attach(seat)
-    group.plans.withdraw(seat)
-    turns.departed(group, seat, effects)
-    effects.order(Attach(group.name, seat, connection))
+        group.order(Detach(group.name, member_id), effects)
+    group.members.connect(member_id, connection)
+    group.sessions.attach(member_id)
+    group.plans.withdraw(member_id)
+    turns.departed(group, member_id, effects)
+    effects.order(Attach(group.name, member_id, connection))
     if not group.shards.lacking and (group.shards or not group.recovery.is_open):
         recovery.begin(registry, group, generation, now, effects)
     elif not group.shards.lacking:
         group.sessions.hurry(now + group.policy.missing)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
     for news in group.members.news:  # it never heard of those before it had entered, and is to hear of pending ones
-        if seat in news.seats and news.epoch > message.epoch and not group.configuration.is_pending(news):
+        if member_id in news.member_ids and news.epoch > message.epoch and not group.configuration.is_pending(news):
             effects.send(connection, news)
     if message.serves:
-        group.learners.add_donor(seat)
-    group.plans.note_known(seat, message.plan)
-    count = len(group.members.by_seat)
+        group.learners.add_donor(member_id)
+    group.plans.note_known(member_id, message.plan)
+    count = len(group.members.by_id)
     here = count - len(group.sessions.away)
-    effects.log(f"group {group.name!r}: {group.call(seat)} is back, {here} of {count} workers are here")
+    effects.log(f"group {group.name!r}: {group.call(member_id)} is back, {here} of {count} workers are here")

@@ -36,34 +36,34 @@ _MOST_STEPS: Final = 64
 """Updates between two rounds."""
 
 
-def hear(group: Group, seat: int, message: Opens | Steps | Follow, effects: Effects) -> None:
+def hear(group: Group, member_id: int, message: Opens | Steps | Follow, effects: Effects) -> None:
     """Take what a member says of a round. If another member has said otherwise, `Turns.conflict` has the error."""
     number = message.round
     group.check_round(number, type(message).__name__)
     if group.plans.plan is None:
-        raise UnexpectedMessageError(f"{group.call(seat)} speaks of round {number}, and the group has no plan")
+        raise UnexpectedMessageError(f"{group.call(member_id)} speaks of round {number}, and the group has no plan")
     if number < group.rounds.number:
         return  # it is late, and gets what the others have made of it
     turn = group.turns.at(number)
     match message:
         case Follow():
-            group.turns.follow(seat, message)
+            group.turns.follow(member_id, message)
         case Opens():
-            _opens(group, turn, seat, message)
+            _opens(group, turn, member_id, message)
         case Steps():
-            _steps(group, turn, seat, message)
+            _steps(group, turn, member_id, message)
     _answer(group, number, effects)
 
 
-def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> None:
+def _opens(group: Group, turn: Turn, member_id: int, message: Opens) -> None:
     plan = group.plans.plan
     if plan is None or plan.section(message.section) is None:
-        raise UnexpectedMessageError(f"section {message.section} from {group.call(seat)} is in no plan")
-    opens, opener = turn.open(message, seat)
+        raise UnexpectedMessageError(f"section {message.section} from {group.call(member_id)} is in no plan")
+    opens, opener = turn.open(message, member_id)
     if opens.section == message.section:
         return
     names = {one.number: place for place, one in enumerate(plan.each, 1)}
-    one, other = sorted([(seat, message.section), (opener, opens.section)])
+    one, other = sorted([(member_id, message.section), (opener, opens.section)])
     group.turns.contradict(
         OutOfStepError(
             f"round {message.round} exchanges module {names[one[1]]} at {group.call(one[0])} and module "
@@ -72,17 +72,17 @@ def _opens(group: Group, turn: Turn, seat: int, message: Opens) -> None:
     )
 
 
-def _steps(group: Group, turn: Turn, seat: int, message: Steps) -> None:
+def _steps(group: Group, turn: Turn, member_id: int, message: Steps) -> None:
     index = message.index
     if index > len(turn.steps) or index >= _MOST_STEPS:
-        raise UnexpectedMessageError(f"update {index} before round {message.round} from {group.call(seat)}")
-    known, first = turn.step(message, seat)
+        raise UnexpectedMessageError(f"update {index} before round {message.round} from {group.call(member_id)}")
+    known, first = turn.step(message, member_id)
     if known == message:
         return
     group.turns.contradict(
         OutOfStepError(
-            f"before round {message.round} the jobs of {group.call(first)} and {group.call(seat)} update other models: "
-            f"all workers must update their models in the same order"
+            f"before round {message.round} the jobs of {group.call(first)} and {group.call(member_id)} update other "
+            f"models: all workers must update their models in the same order"
         )
     )
 
@@ -92,9 +92,9 @@ def over(group: Group) -> None:
     group.turns.forget_before(group.rounds.number)
 
 
-def departed(group: Group, seat: int, effects: Effects) -> None:
-    """``seat`` is vacant, or has a new connection on which it asks again."""
-    group.turns.unfollow(seat)
+def departed(group: Group, member_id: int, effects: Effects) -> None:
+    """``member_id`` is vacant, or has a new connection on which it asks again."""
+    group.turns.unfollow(member_id)
     broken(group, effects)
 
 
@@ -107,11 +107,11 @@ def broken(group: Group, effects: Effects) -> None:
 def _answer(group: Group, number: int, effects: Effects) -> None:
     """Tell members that follow in round ``number`` what is next, if that is known."""
     turns = group.turns
-    asked = {seat: follow.index for seat, follow in turns.following.items() if follow.round == number}
+    asked = {member_id: follow.index for member_id, follow in turns.following.items() if follow.round == number}
     turn = turns.rounds.get(number, Turn())
     assert group.plans.plan is not None
     nobody_has_data = turn.opens is None and _all_of(group.contributors, asked)
-    for seat, index in asked.items():
+    for member_id, index in asked.items():
         if index < len(turn.steps):
             done = turn.steps[index][0]
             news = Opened(number, 0, not done.updated, done.updated, done.dropped, index=index)
@@ -121,9 +121,9 @@ def _answer(group: Group, number: int, effects: Effects) -> None:
             news = Opened(number, group.plans.plan.each[0].number, ended=True, index=index)
         else:
             continue
-        turns.unfollow(seat)
-        effects.send(group.connection_of(seat), news)
+        turns.unfollow(member_id)
+        effects.send(group.connection_of(member_id), news)
 
 
-def _all_of(there: Collection[int], seats: Collection[int]) -> bool:
-    return bool(seats) and set(there) <= set(seats)
+def _all_of(there: Collection[int], member_ids: Collection[int]) -> bool:
+    return bool(member_ids) and set(there) <= set(member_ids)

@@ -14,23 +14,23 @@ def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int,
     effects.send(connection, message, (plan.encoded,) if plan.sections else ())
 
 
-def welcome_to(group: Group, seat: int, token: str, credit: int, incarnation: int) -> Welcome:
+def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnation: int) -> Welcome:
     """``token`` is for data shards. A durable group has none but the coordinator: its tokens follow from its secret.
 
-    A worker that is not a member yet gets the seats, names and rank that are to be.
+    A worker that is not a member yet gets the ids, names and rank that are to be.
     """
-    joins = seat not in group.members.by_seat
-    present = sorted({*group.members.seats.present, seat})
+    joins = member_id not in group.members.by_id
+    present = sorted({*group.members.identities.present, member_id})
     return Welcome(
         group.name,
-        present.index(seat),
+        present.index(member_id),
         group.members.epoch,
         credit,
-        names=tuple(group.members.seats.names[other] for other in present),
+        names=tuple(group.members.identities.names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,
-        token=group.token(seat) if group.is_durable else token,
-        seats=tuple(present),
+        token=group.token(member_id) if group.is_durable else token,
+        member_ids=tuple(present),
         durable=group.is_durable,
         incarnation=incarnation if group.is_durable else 0,
         founded=group.members.founded if joins else 0,

@@ -26,7 +26,7 @@ def end_abandoned(group: Group, now: float, effects: Effects) -> None:
         return
     any_bucket = ExchangeKey(BUCKET, number, 0)
     here = group.participants(any_bucket)
-    if not here or not all(group.stragglers.is_closed(seat, any_bucket) for seat in here):
+    if not here or not all(group.stragglers.is_closed(member_id, any_bucket) for member_id in here):
         return
     current, sections = group.rounds.get(number), group.plan.each
     if current is None and len(sections) > 1:

@@ -26,8 +26,8 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     operation = exchange.operation
     weighed = operation.kind in WEIGHED
     contributions = [
-        make(Contribution, (rank, run.weight, run.payload if run.present else None))
-        for rank, run in piece.given.items()
+        make(Contribution, (member_id, run.weight, run.payload if run.present else None))
+        for member_id, run in piece.given.items()
         if not weighed or run.weight > 0
     ]
     present = [contribution for contribution in contributions if contribution.payload is not None]
@@ -41,7 +41,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
             return
         contributions = []  # what an earlier reduction of this round has left is void: its result was lost
     owner, receivers = exchange.owner(piece), _receivers(exchange, piece)
-    getters = [piece.given[rank] for rank in receivers if gets(operation, rank, exchange.key, owner)]
+    getters = [piece.given[member_id] for member_id in receivers if gets(operation, member_id, exchange.key, owner)]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is _NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
@@ -161,7 +161,7 @@ def _tell(
     acknowledged: list[Command],
     effects: Effects,
 ) -> None:
-    """Send the result of some slices. Contributions of the seats ``nonfinite`` to them are not finite.
+    """Send the result of some slices. Contributions of the members ``nonfinite`` to them are not finite.
 
     The round may be ``over`` with them.
     """
@@ -173,7 +173,7 @@ def _tell(
     weights = _weights(given) if group.order.durable and key.stream == BUCKET else ()
     if nonfinite:
         weight = counting(group, given, nonfinite)
-        weights = tuple(-own if seat in nonfinite else own for seat, own in enumerate(weights))
+        weights = tuple(-own if member_id in nonfinite else own for member_id, own in enumerate(weights))
 
     def result(present: bool, slices: int, is_placed: bool) -> Result:
         return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite)
@@ -184,21 +184,21 @@ def _tell(
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
     nbytes, sent = layout.reply_bytes(start, stop), 0
-    for rank in _receivers(exchange, piece):
-        if rank in departed:
+    for member_id in _receivers(exchange, piece):
+        if member_id in departed:
             continue
-        connection = connections[rank]
-        if payload is None or not gets(operation, rank, key, owner):
+        connection = connections[member_id]
+        if payload is None or not gets(operation, member_id, key, owner):
             empty = empty or result(False, stop - start, False)
             acknowledged.append(Send(connection, empty))
             continue
         sent += nbytes
-        if given[rank].shared:
+        if given[member_id].shared:
             placed = placed or result(True, stop - start, True)
             effects.send(connection, placed)
             continue
         if parts is not None:
-            effects.send(connection, result(True, 1, False), (parts[rank],))
+            effects.send(connection, result(True, 1, False), (parts[member_id],))
             continue
         travels = travels or _by_slice(layout, piece, result(True, 1, False), whole)
         for one, payloads in travels:
@@ -213,28 +213,28 @@ def _tell(
 
 
 def _send_unasked(
-    group: Group, seats: Iterable[int], results: Sequence[tuple[Result, Sequence[Buffer]]], effects: Effects
+    group: Group, member_ids: Iterable[int], results: Sequence[tuple[Result, Sequence[Buffer]]], effects: Effects
 ) -> None:
     """Send ``results`` to listeners, as far as each has read what it was sent before."""
-    for seat in seats:
+    for member_id in member_ids:
         for result, payloads in results:
             unread = unasked_cost(payloads[0] if payloads else None)
-            away = group.members.connections[seat] < 0
-            if (away and not group.order.durable) or not group.listeners.charge(seat, unread):
-                group.listeners.end(seat)
-                effects.report(Behind(group.order.group, seat, result.key.number))
+            away = group.members.connections[member_id] < 0
+            if (away and not group.order.durable) or not group.listeners.charge(member_id, unread):
+                group.listeners.end(member_id)
+                effects.report(Behind(group.order.group, member_id, result.key.number))
                 break
             if away:
                 continue  # other members keep the results for it, until it is back
             group.traffic.send(len(payloads[0]) if payloads else 0)
-            effects.send(group.members.connections[seat], result, payloads)
+            effects.send(group.members.connections[member_id], result, payloads)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:
-    """Return the weights that counted, by seat up to the last giver."""
+    """Return the weights that counted, by member id up to the last giver."""
     weights = [0.0] * (max(given, default=0) + 1)
-    for seat, run in given.items():
-        weights[seat] = run.weight
+    for member_id, run in given.items():
+        weights[member_id] = run.weight
     return tuple(weights)
 
 

@@ -16,19 +16,19 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op, Operation
 
 
-def abandoned(group: Group, exchange: Exchange, rank: int, key: ExchangeKey) -> AbandonedError:
-    """Return the error of an exchange that ``rank`` left behind when it went on to ``key``."""
+def abandoned(group: Group, exchange: Exchange, member_id: int, key: ExchangeKey) -> AbandonedError:
+    """Return the error of an exchange that ``member_id`` left behind when it went on to ``key``."""
     return AbandonedError(
-        f"{group.call(rank)} went on to {group.describe(key)} without {group.describe(exchange.key)} "
+        f"{group.call(member_id)} went on to {group.describe(key)} without {group.describe(exchange.key)} "
         f"({exchange.operation})"
     )
 
 
-def mismatch(group: Group, exchange: Exchange, rank: int, operation: Operation) -> CollectiveMismatchError:
-    """Return the error of an exchange in which ``rank`` called another operation than the members before it."""
+def mismatch(group: Group, exchange: Exchange, member_id: int, operation: Operation) -> CollectiveMismatchError:
+    """Return the error of an exchange in which ``member_id`` called another operation than the members before it."""
     return CollectiveMismatchError(
         f"{group.describe(exchange.key)} is not the same everywhere: {group.call(exchange.first)} called "
-        f"{exchange.operation}, {group.call(rank)} called {operation}"
+        f"{exchange.operation}, {group.call(member_id)} called {operation}"
     )
 
 
@@ -42,12 +42,12 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
     if found.rank < 0:
         culprit, name = "the mean overflowed, though every contribution was finite:", ""
     else:
-        culprit, name = f"{group.call(found.rank)} contributed", group.members.seats.names[found.rank]
+        culprit, name = f"{group.call(found.rank)} contributed", group.members.identities.names[found.rank]
     return NonFiniteError(
         f"{culprit} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
         worker=name,
-        rank=group.members.seats.rank(found.rank),
+        rank=group.members.identities.rank(found.rank),
         bucket=group.bucket_name(key),
         parameter=parameter,
         round=key.number,
@@ -73,12 +73,12 @@ def overdue(group: Group, exchange: Exchange) -> DeadlineError:
     """Return the error of an exchange that waited too long for a member."""
     timeout = group.order.timeout
     missing = exchange.missing()
-    have = [rank for rank in exchange.participants if rank not in missing]
+    have = [member_id for member_id in exchange.participants if member_id not in missing]
     awaited = group.members.calls(missing) if missing else "the coordinator to reduce it"
     return DeadlineError(
         f"{group.describe(exchange.key, exchange.operation)} waited {timeout:g} s (--round-timeout) for {awaited}"
         + (f"; {group.members.calls(have)} had come" if have else ""),
-        missing=tuple(group.call(rank) for rank in missing),
+        missing=tuple(group.call(member_id) for member_id in missing),
         bucket=group.bucket_name(exchange.key),
         round=exchange.key.number if exchange.key.stream == BUCKET else -1,
     )

@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Slices ``start`` to ``stop``, to which all have contributed: a part of one run of each, by rank.
+    """Slices ``start`` to ``stop``, to which all have contributed: a part of one run of each, by member id.
 
     Members that have departed meanwhile are in it, too.
     """
@@ -79,13 +79,13 @@ class Exchange:
     pushed: dict[int, int] = field(default_factory=dict)
     """The slice that is due from each participant; they come in order."""
     runs: dict[int, deque[Run]] = field(default_factory=dict)
-    """Contributions that wait for others, by rank."""
+    """Contributions that wait for others, by member id."""
     cut: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Slice up to which contributions count of each member that has departed or is late."""
     spoiled: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Slices of each that did not count, because they could not be decoded."""
     absent: tuple[int, ...] = ()
-    """Members that were to contribute when it began, and are waited for no more, in seat order."""
+    """Members that were to contribute when it began, and are waited for no more, with member id order."""
     late: frozenset[int] = frozenset()
     """Absent members that are late and present: what they gave in time counts, and they get its results."""
     settled: frozenset[int] = frozenset()
@@ -99,11 +99,11 @@ class Exchange:
     last: int = -1
     failure: GradServerError | None = None
 
-    def join(self, rank: int, weight: float) -> None:
-        """Expect contributions of ``rank`` from now on."""
-        self.weights[rank] = weight
-        self.pushed[rank] = self.open_from(self.start) if self.settled else self.start
-        self.runs[rank] = deque()
+    def join(self, member_id: int, weight: float) -> None:
+        """Expect contributions of ``member_id`` from now on."""
+        self.weights[member_id] = weight
+        self.pushed[member_id] = self.open_from(self.start) if self.settled else self.start
+        self.runs[member_id] = deque()
 
     def open_from(self, index: int) -> int:
         """Return the first slice from ``index`` on that is not settled."""
@@ -121,21 +121,21 @@ class Exchange:
         self.complete = self.open_from(self.start)
         self.answered = len(slices)
 
-    def weigh(self, rank: int, weight: float) -> None:
-        """Note the ``weight`` of one contribution of ``rank``: the largest is its weight in the exchange."""
-        self.weights[rank] = max(self.weights[rank], weight)
+    def weigh(self, member_id: int, weight: float) -> None:
+        """Note the ``weight`` of one contribution of ``member_id``: the largest is its weight in the exchange."""
+        self.weights[member_id] = max(self.weights[member_id], weight)
 
     def put_off(self, now: float) -> None:
         """Let the deadline run from ``now`` on."""
         self.touched = now
 
-    def take(self, rank: int, run: Run, now: float) -> Iterable[Piece]:
+    def take(self, member_id: int, run: Run, now: float) -> Iterable[Piece]:
         """Keep one contribution, and give what has become complete by it."""
         self.touched = now
-        was_behind = self.pushed[rank] == self.complete
-        self.pushed[rank] = self.open_from(run.stop) if self.settled else run.stop
-        self.runs[rank].append(run)
-        return self.ready(rank) if was_behind else ()
+        was_behind = self.pushed[member_id] == self.complete
+        self.pushed[member_id] = self.open_from(run.stop) if self.settled else run.stop
+        self.runs[member_id].append(run)
+        return self.ready(member_id) if was_behind else ()
 
     def ready(self, last: int) -> Iterator[Piece]:
         """Yield what a push or a cut of ``last`` has completed, in pieces as long as possible."""
@@ -145,10 +145,10 @@ class Exchange:
         while self.complete < everybody_has:
             start, stop = self.complete, min(runs[0].stop for runs in self.runs.values())
             givers = sorted(self.runs) if self.cut else self.participants
-            given = {rank: self._part(self.runs[rank], start, stop) for rank in givers}
-            for rank in self.cut:
-                if rank in given and not self.runs[rank]:
-                    del self.runs[rank]
+            given = {member_id: self._part(self.runs[member_id], start, stop) for member_id in givers}
+            for member_id in self.cut:
+                if member_id in given and not self.runs[member_id]:
+                    del self.runs[member_id]
             self.complete = self.open_from(stop) if self.settled else stop
             self.last = last
             yield Piece(start, stop, given)
@@ -164,60 +164,60 @@ class Exchange:
             most = min(start + (1 if self.operation.is_lossy else MAX_SLICES), self.stop, *ends)
             while stop < most and stop not in self.settled:
                 stop += 1
-            given = {rank: self._part(self.runs[rank], start, stop) for rank in sorted(self.runs)}
-            self.runs = {rank: runs for rank, runs in self.runs.items() if runs}
+            given = {member_id: self._part(self.runs[member_id], start, stop) for member_id in sorted(self.runs)}
+            self.runs = {member_id: runs for member_id, runs in self.runs.items() if runs}
             self.complete = self.open_from(stop)
             self.last = last
             yield Piece(start, stop, given)
 
-    def kept_of(self, rank: int, ended: bool) -> int:
-        """Return the slice up to which contributions of ``rank`` count if it departs now.
+    def kept_of(self, member_id: int, ended: bool) -> int:
+        """Return the slice up to which contributions of ``member_id`` count if it departs now.
 
         Slices in its memory that have not been reduced do not count: the memory is its own again, and it may be
         alive. They do if its process is known to have ``ended``.
         """
         kept = self.complete
-        for run in self.runs.get(rank, ()):
+        for run in self.runs.get(member_id, ()):
             if run.shared and not ended:
                 break
             kept = self.open_from(run.stop)
-        return kept if rank in self.pushed else self.start
+        return kept if member_id in self.pushed else self.start
 
-    def leave_out(self, rank: int, ended: bool) -> None:
-        """Go on without ``rank``, which departs: its contributions count as far as `kept_of` says."""
-        self._stop_waiting(rank, self.kept_of(rank, ended))
-        if rank in self.runs:
-            self.runs[rank] = deque(self._inherited(run) for run in self.runs[rank])
+    def leave_out(self, member_id: int, ended: bool) -> None:
+        """Go on without ``member_id``, which departs: its contributions count as far as `kept_of` says."""
+        self._stop_waiting(member_id, self.kept_of(member_id, ended))
+        if member_id in self.runs:
+            self.runs[member_id] = deque(self._inherited(run) for run in self.runs[member_id])
 
-    def pass_over(self, rank: int) -> None:
-        """Go on without ``rank``, which is late: all that it has contributed counts."""
-        self.late |= {rank}
-        self._stop_waiting(rank, self.pushed.get(rank, self.start))
+    def pass_over(self, member_id: int) -> None:
+        """Go on without ``member_id``, which is late: all that it has contributed counts."""
+        self.late |= {member_id}
+        self._stop_waiting(member_id, self.pushed.get(member_id, self.start))
 
-    def excuse(self, rank: int) -> None:
-        """Tell ``rank`` nothing of the failure: it has departed."""
-        self.participants = tuple(other for other in self.participants if other != rank)
+    def excuse(self, member_id: int) -> None:
+        """Tell ``member_id`` nothing of the failure: it has departed."""
+        self.participants = tuple(other for other in self.participants if other != member_id)
 
-    def _stop_waiting(self, rank: int, kept: int) -> None:
-        self.excuse(rank)
-        self.absent = tuple(sorted({*self.absent, rank}))
-        if rank in self.pushed:
-            del self.pushed[rank]
-            self._keep(rank, kept)
+    def _stop_waiting(self, member_id: int, kept: int) -> None:
+        self.excuse(member_id)
+        self.absent = tuple(sorted({*self.absent, member_id}))
+        if member_id in self.pushed:
+            del self.pushed[member_id]
+            self._keep(member_id, kept)
 
-    def withdraw(self, rank: int) -> None:
-        """Go on without ``rank``, which was passed over and departs."""
-        self.late -= {rank}
-        if rank in self.runs:
-            shared = (run.start for run in self.runs[rank] if run.shared)
-            self._keep(rank, max(self.complete, next(shared, self.cut[rank])))
+    def withdraw(self, member_id: int) -> None:
+        """Go on without ``member_id``, which was passed over and departs."""
+        self.late -= {member_id}
+        if member_id in self.runs:
+            shared = (run.start for run in self.runs[member_id] if run.shared)
+            self._keep(member_id, max(self.complete, next(shared, self.cut[member_id])))
 
-    def _keep(self, rank: int, kept: int) -> None:
-        """Count contributions of ``rank``, which is waited for no more, up to slice ``kept``."""
-        self.cut = {**self.cut, rank: kept}
-        self.runs[rank] = deque(run for run in self.runs[rank] if run.stop <= kept)
-        if not self.runs[rank]:
-            del self.runs[rank]
+    def _keep(self, member_id: int, kept: int) -> None:
+        """Count contributions of ``member_id``, which is waited for no more, up to slice ``kept``."""
+        self.cut = {**self.cut, member_id: kept}
+        self.runs[member_id] = deque(run for run in self.runs[member_id] if run.stop <= kept)
+        if not self.runs[member_id]:
+            del self.runs[member_id]
 
     def _inherited(self, run: Run) -> Run:
         """Return ``run`` of a departed member as a payload like any other: no result is written over it."""
@@ -266,19 +266,19 @@ class Exchange:
             self.reducing.clear()
         return given
 
-    def spoil(self, rank: int, slices: int) -> None:
-        """Discount so many slices of ``rank``."""
-        self.spoiled = {**self.spoiled, rank: self.spoiled.get(rank, 0) + slices}
+    def spoil(self, member_id: int, slices: int) -> None:
+        """Discount so many slices of ``member_id``."""
+        self.spoiled = {**self.spoiled, member_id: self.spoiled.get(member_id, 0) + slices}
 
     def counts_all(self) -> bool:
         """Tell whether all slices of all contributions count."""
         return not (self.cut or self.spoiled or self.settled)
 
-    def counted(self, rank: int) -> int:
-        """Return the number of slices that contributions of ``rank`` count for, once the exchange is done."""
-        stop = self.cut.get(rank, self.stop if rank in self.weights else self.start)
+    def counted(self, member_id: int) -> int:
+        """Return the number of slices that contributions of ``member_id`` count for, once the exchange is done."""
+        stop = self.cut.get(member_id, self.stop if member_id in self.weights else self.start)
         given = stop - self.start - sum(index < stop for index in self.settled)
-        return given + self.before.get(rank, 0) - self.spoiled.get(rank, 0)
+        return given + self.before.get(member_id, 0) - self.spoiled.get(member_id, 0)
 
     def _part(self, runs: deque[Run], start: int, stop: int) -> Run:
         run = runs[0]
@@ -299,8 +299,8 @@ class Exchange:
 
     def unanswered(self) -> Iterator[tuple[int, Run]]:
         """Yield every contribution that is here and not answered, with its rank."""
-        for rank, runs in self.runs.items():
-            yield from ((rank, run._replace(start=max(run.start, self.complete))) for run in runs)
+        for member_id, runs in self.runs.items():
+            yield from ((member_id, run._replace(start=max(run.start, self.complete))) for run in runs)
         for piece in (*self.reducing.values(), *(piece for piece, _, _ in self.made.values())):
             yield from piece.given.items()
 
@@ -316,26 +316,30 @@ class Exchange:
 
     def lacking(self, piece: Piece) -> tuple[int, ...]:
         """Return the members that should have contributed to ``piece``, and did not."""
-        return tuple(seat for seat in self.absent if seat not in piece.given) if self.absent else ()
+        return tuple(member_id for member_id in self.absent if member_id not in piece.given) if self.absent else ()
 
     def missing(self) -> list[int]:
         """Return the ranks that have yet to contribute to the earliest slice that is not complete."""
-        return [rank for rank in self.participants if self.pushed.get(rank, self.start) <= self.complete < self.stop]
+        return [
+            member_id
+            for member_id in self.participants
+            if self.pushed.get(member_id, self.start) <= self.complete < self.stop
+        ]
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant of an exchange that goes on does not hold."""
         assert set(self.weights) == self.pushed.keys() | self.cut.keys(), self
         assert set(self.pushed) <= self.runs.keys() <= set(self.weights), self
         assert not self.cut.keys() & set(self.participants), "waits for a member that was cut"
-        for rank, runs in self.runs.items():
+        for member_id, runs in self.runs.items():
             position = self.complete
             for run in runs:
                 assert run.start <= position < run.stop, "contributions with a gap"
-                gone = rank in self.cut and rank not in self.late
+                gone = member_id in self.cut and member_id not in self.late
                 assert not (run.shared and gone), "memory of a member that has departed"
                 assert not self.crosses(run.start, run.stop), "a settled slice, given again"
                 position = self.open_from(run.stop)
-            due = self.pushed[rank] if rank in self.pushed else self.cut[rank]
+            due = self.pushed[member_id] if member_id in self.pushed else self.cut[member_id]
             assert position == due, "a contribution was kept that was not counted"
         if self.pushed and len(self.pushed) == len(self.participants):
             assert self.complete == min(self.pushed.values()), "a complete slice was kept"

@@ -34,20 +34,20 @@ def fail(group: Group, exchange: Exchange, error: GradServerError, effects: Effe
 def tell_all(group: Group, exchange: Exchange, effects: Effects) -> None:
     """Tell the contributors; if a reduction writes to their memory, tell them when it has ended."""
     if not exchange.reducing:
-        for rank in (*exchange.pushed, *exchange.absent):  # absent members that have not departed are late
-            tell(group, exchange, rank, effects)
+        for member_id in (*exchange.pushed, *exchange.absent):  # absent members that have not departed are late
+            tell(group, exchange, member_id, effects)
         forget_if_over(group, exchange)
 
 
-def tell(group: Group, exchange: Exchange, rank: int, effects: Effects) -> None:
-    """Tell ``rank`` why ``exchange`` failed."""
-    if rank not in group.members.departed and exchange.failure is not None:
-        say_failed(group, rank, exchange.key, exchange.failure, effects)
+def tell(group: Group, exchange: Exchange, member_id: int, effects: Effects) -> None:
+    """Tell ``member_id`` why ``exchange`` failed."""
+    if member_id not in group.members.departed and exchange.failure is not None:
+        say_failed(group, member_id, exchange.key, exchange.failure, effects)
 
 
-def say_failed(group: Group, rank: int, key: ExchangeKey, error: GradServerError, effects: Effects) -> None:
-    """Tell ``rank`` that its part in ``key`` has failed because of ``error``."""
-    effects.send(group.members.connections[rank], Failure.of(error, Scope.EXCHANGE, key))
+def say_failed(group: Group, member_id: int, key: ExchangeKey, error: GradServerError, effects: Effects) -> None:
+    """Tell ``member_id`` that its part in ``key`` has failed because of ``error``."""
+    effects.send(group.members.connections[member_id], Failure.of(error, Scope.EXCHANGE, key))
 
 
 def forget_if_over(group: Group, exchange: Exchange) -> None:
@@ -55,11 +55,15 @@ def forget_if_over(group: Group, exchange: Exchange) -> None:
     if (
         exchange.failure is not None
         and not exchange.reducing
-        and all(_has_heard(group, exchange, rank) for rank in exchange.participants)
+        and all(_has_heard(group, exchange, member_id) for member_id in exchange.participants)
     ):
         group.exchanges.end(exchange)
 
 
-def _has_heard(group: Group, exchange: Exchange, rank: int) -> bool:
-    """Tell whether ``rank`` was told that ``exchange`` has failed, or has gone on without it."""
-    return rank in exchange.pushed or rank in group.members.departed or group.sequences.is_past(rank, exchange.key)
+def _has_heard(group: Group, exchange: Exchange, member_id: int) -> bool:
+    """Tell whether ``member_id`` was told that ``exchange`` has failed, or has gone on without it."""
+    return (
+        member_id in exchange.pushed
+        or member_id in group.members.departed
+        or group.sequences.is_past(member_id, exchange.key)
+    )

@@ -61,7 +61,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self._is_steady = self.order.steady
-        self.traffic = Traffic(self.members.seats, self.order.credit)
+        self.traffic = Traffic(self.members.identities, self.order.credit)
         self.listeners = Listeners(self.order.backlog)
         if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
             self.listeners.begin(self.members.present, 0)
@@ -107,12 +107,12 @@ class Group:
 
     @property
     def world(self) -> int:
-        """Return the number of workers of a complete group; in an elastic one, of seats that were ever taken."""
+        """Return the number of workers of a complete group; in an elastic one, of ids that were ever given."""
         return len(self.members.connections)
 
-    def call(self, rank: int) -> str:
+    def call(self, member_id: int) -> str:
         """Name a member for people."""
-        return self.members.seats.call(rank)
+        return self.members.identities.call(member_id)
 
     def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
         """Name an exchange for people."""
@@ -121,7 +121,7 @@ class Group:
         if key.stream == BUCKET:
             return f"bucket {key.part} of round {key.number}"
         if key.stream == TRANSFER:
-            source, target = self.members.seats.rank(key.source), self.members.seats.rank(key.target)
+            source, target = self.members.identities.rank(key.source), self.members.identities.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
         return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
 
@@ -205,7 +205,7 @@ class Group:
         """Return the number of settled slices of a bucket in which each member counted."""
         current = self.rounds.get(key.number) if key.stream == BUCKET else None
         counted = current.counted.items() if current is not None else ()
-        return {seat: slices for (seat, part), slices in counted if part == key.part}
+        return {member_id: slices for (member_id, part), slices in counted if part == key.part}
 
     def participants(self, key: ExchangeKey) -> tuple[int, ...]:
         """Return the members that have to contribute to an exchange that begins now, in rank order.
@@ -214,13 +214,13 @@ class Group:
         """
         if key.stream == TRANSFER:
             return (key.source, key.target) if key.source < key.target else (key.target, key.source)
-        present, first_rounds = self.members.seats.present, self.learners.first_rounds
+        present, first_rounds = self.members.identities.present, self.learners.first_rounds
         if not first_rounds:
             return present
         if key.stream == BUCKET:
-            expected = {seat for seat, first in first_rounds.items() if 0 <= first <= key.number}
-            return tuple(sorted(expected.union(seat for seat in present if seat not in first_rounds)))
-        return tuple(seat for seat in present if first_rounds.get(seat, NOT_YET) < key.part)
+            expected = {member_id for member_id, first in first_rounds.items() if 0 <= first <= key.number}
+            return tuple(sorted(expected.union(member_id for member_id in present if member_id not in first_rounds)))
+        return tuple(member_id for member_id in present if first_rounds.get(member_id, NOT_YET) < key.part)
 
     def snapshot(self, now: float) -> dict[str, object]:
         """Return the traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
@@ -230,7 +230,7 @@ class Group:
                 {
                     "what": self.describe(exchange.key, exchange.operation),
                     "age": round(now - exchange.opened, 3),
-                    "missing": [self.call(rank) for rank in exchange.missing()[:16]],
+                    "missing": [self.call(member_id) for member_id in exchange.missing()[:16]],
                 }
                 for exchange in list(self.exchanges.values())[:8]
                 if exchange.failure is None
@@ -244,11 +244,11 @@ class Group:
             if exchange.failure is not None:
                 continue
             exchange.validate()
-            for rank, run in exchange.unanswered():
-                expected[rank, pool_of(exchange.key, rank)] += exchange.cost(run)
-        for (rank, pool), outstanding in self.traffic.outstanding.items():
-            if rank not in self.members.departed:
-                assert outstanding == expected[rank, pool], (rank, pool, outstanding)
+            for member_id, run in exchange.unanswered():
+                expected[member_id, pool_of(exchange.key, member_id)] += exchange.cost(run)
+        for (member_id, pool), outstanding in self.traffic.outstanding.items():
+            if member_id not in self.members.departed:
+                assert outstanding == expected[member_id, pool], (member_id, pool, outstanding)
                 assert outstanding <= self.order.credit + SLICE_BYTES, "credit exceeded"
         self.listeners.validate(self.members.departed)
         assert (

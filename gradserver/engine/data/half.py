@@ -43,6 +43,7 @@ from gradserver.engine.data.membership import configure, do_without, do_without_
 from gradserver.engine.data.quorum import close, contributed, look, next_look
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Broken, NonFinite, Reduced, Sifted, Undecodable
+from gradserver.engine.identities import Identities
 from gradserver.engine.orders import (
     Attach,
     Break,
@@ -58,7 +59,6 @@ from gradserver.engine.orders import (
     SetPlan,
 )
 from gradserver.engine.reports import Applied, Halted, Planned, StateComes, Violation
-from gradserver.engine.seats import Seats
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, OutOfStepError, UnexpectedMessageError
 from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, Pool
@@ -74,7 +74,7 @@ class Data:
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
-        self._seats: dict[int, tuple[Group, int]] = {}
+        self._attached: dict[int, tuple[Group, int]] = {}
         self._next_check: float | None = None
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
@@ -82,39 +82,39 @@ class Data:
     def obey(self, order: Order, now: float, effects: Effects) -> None:
         """Carry out an order of control."""
         match order:
-            case OpenGroup(name, epoch, seats):
-                connections = [seat.connection for seat in seats]
-                places = Seats(
-                    seat.name for seat in seats
+            case OpenGroup(name, epoch, founders):
+                connections = [member.connection for member in founders]
+                places = Identities(
+                    member.name for member in founders
                 )  # some may be vacant: no record is left of an earlier member
                 table = Table(len(places.present), order.rates)
                 members = Members(places, connections, list(order.tokens), epoch)
                 group = self.groups[name] = Group(order, table, members)
-                for rank, connection in enumerate(connections):
+                for member_id, connection in enumerate(connections):
                     if connection >= 0:
-                        self._seats[connection] = (group, rank)
+                        self._attached[connection] = (group, member_id)
             case Configure(name):
                 self._configure(self.groups[name], order, now, effects)
                 effects.report(Applied(name, order.version))
             case SetPlan(name, plan, first_round):
                 self._set_plan(self.groups[name], plan, first_round, effects)
                 effects.report(Planned(name, plan.hash))
-            case Break(name, seat, error):
-                self._break_without(self.groups[name], seat, error, effects)
-                recovery.forget(self.groups[name], seat, now, effects)
+            case Break(name, member_id, error):
+                self._break_without(self.groups[name], member_id, error, effects)
+                recovery.forget(self.groups[name], member_id, now, effects)
             case CloseGroup(name):
                 group = self.groups.pop(name)
                 for connection in group.members.connections:
-                    if connection in self._seats and self._seats[connection][0] is group:
-                        del self._seats[connection]
+                    if connection in self._attached and self._attached[connection][0] is group:
+                        del self._attached[connection]
                 self._plan_next_check()
             case Halt(name, error, buckets_only):
                 halt_all(self.groups[name], error, buckets_only, effects)
-            case Attach(name, rank, connection):
-                self.seat(name, rank, connection)
-            case Detach(name, rank):
-                self.unseat(self.groups[name].members.connections[rank])
-                recovery.forget(self.groups[name], rank, now, effects)
+            case Attach(name, member_id, connection):
+                self.attach(name, member_id, connection)
+            case Detach(name, member_id):
+                self.detach(self.groups[name].members.connections[member_id])
+                recovery.forget(self.groups[name], member_id, now, effects)
             case Recover(name):
                 recovery.begin(self.groups[name], order, now)
                 self._plan_next_check()
@@ -124,28 +124,28 @@ class Data:
                 close(self.groups[name], order, now, effects)
                 end_abandoned(self.groups[name], now, effects)
 
-    def seat(self, name: str, rank: int, connection: int) -> None:
-        """Note that ``rank`` has come to this shard."""
+    def attach(self, name: str, member_id: int, connection: int) -> None:
+        """Note that ``member_id`` has come to this shard."""
         group = self.groups[name]
-        group.members.connect(rank, connection)
-        self._seats[connection] = (group, rank)
+        group.members.connect(member_id, connection)
+        self._attached[connection] = (group, member_id)
 
-    def unseat(self, connection: int) -> None:
+    def detach(self, connection: int) -> None:
         """Forget the member on this connection. It is not here any more, whatever control will say of it."""
-        group, rank = self._seats.pop(connection)
-        group.members.disconnect(rank)
+        group, member_id = self._attached.pop(connection)
+        group.members.disconnect(member_id)
 
     def _configure(self, group: Group, order: Configure, now: float, effects: Effects) -> None:
         for departure in order.departed:
-            self._seats.pop(group.members.connections[departure.seat], None)
+            self._attached.pop(group.members.connections[departure.member_id], None)
         for newcomer in order.newcomers:
-            if newcomer.seat not in group.learners.newcomers and newcomer.occupant.connection >= 0:
-                self._seats[newcomer.occupant.connection] = (group, newcomer.seat)
+            if newcomer.member_id not in group.learners.newcomers and newcomer.occupant.connection >= 0:
+                self._attached[newcomer.occupant.connection] = (group, newcomer.member_id)
         configure(group, order, now, effects)
         if order.departed:
             end_abandoned(group, now, effects)
         for departure in order.departed:
-            recovery.forget(group, departure.seat, now, effects)
+            recovery.forget(group, departure.member_id, now, effects)
 
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on. A round of another plan is given up."""
@@ -159,13 +159,13 @@ class Data:
                 effects.report(Halted(group.order.group, error, True))
         group.agree(plan, first_round)
 
-    def _break_without(self, group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
+    def _break_without(self, group: Group, member_id: int, error: GradServerError, effects: Effects) -> None:
         group.disturb()
-        self._seats.pop(group.members.connections[rank], None)
-        group.members.lose(rank, error)
+        self._attached.pop(group.members.connections[member_id], None)
+        group.members.lose(member_id, error)
         for exchange in list(group.exchanges.values()):
-            if rank in exchange.participants:
-                if exchange.pushed.get(rank, 0) < exchange.stop:
+            if member_id in exchange.participants:
+                if exchange.pushed.get(member_id, 0) < exchange.stop:
                     fail(group, exchange, error, effects)
                 forget_if_over(group, exchange)
 
@@ -173,37 +173,37 @@ class Data:
 
     def push(self, connection: int, push: Push, payloads: Sequence[Buffer], now: float, effects: Effects) -> None:
         """Take one contribution."""
-        seat = self._seats.get(connection)
-        if seat is None:
+        member = self._attached.get(connection)
+        if member is None:
             error: GradServerError = UnexpectedMessageError("a Push on a connection of no group: join first")
             effects.report(Violation(connection, error))
             return
-        group, rank = seat
+        group, member_id = member
         if group.recovery is not None:
             return  # it has yet to hear that all this is void
         was_idle = group.next_check is None
         try:
-            exchange = admitted(group, rank, push, now, effects)
+            exchange = admitted(group, member_id, push, now, effects)
             if was_idle and group.next_check is not None:
                 self._plan_next_check()
             if exchange is None:
                 return
-            run = checked(group, exchange, rank, push, payloads)
-            group.traffic.charge(exchange, rank, run)
+            run = checked(group, exchange, member_id, push, payloads)
+            group.traffic.charge(exchange, member_id, run)
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
         if push.key.stream == BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
-            group.rounds[push.key.number].arrived(rank, now)
+            group.rounds[push.key.number].arrived(member_id, now)
         before = exchange.complete
-        for piece in exchange.take(rank, run, now):
+        for piece in exchange.take(member_id, run, now):
             complete(group, exchange, piece, now, effects)
         if group.learners.first_rounds and push.key.stream == TRANSFER:
-            came = group.learners.take_state(exchange, rank, before, now)
+            came = group.learners.take_state(exchange, member_id, before, now)
             if came is not None:
                 effects.report(StateComes(group.order.group, push.key.target, push.key.source, *came))
         if push.key.stream == BUCKET:
-            look_at = contributed(group, push.key.number, rank, run.stop == exchange.stop, now, effects)
+            look_at = contributed(group, push.key.number, member_id, run.stop == exchange.stop, now, effects)
             if look_at is not None:
                 group.check_by(look_at)
                 self._next_check = look_at if self._next_check is None else min(self._next_check, look_at)
@@ -214,14 +214,14 @@ class Data:
         self, connection: int, message: Holding | Held, payloads: Sequence[Buffer], now: float, effects: Effects
     ) -> None:
         """Take what a member of a durable group says that it holds."""
-        seat = self._seats.get(connection)
+        member = self._attached.get(connection)
         try:
-            if seat is None:
+            if member is None:
                 raise UnexpectedMessageError(f"a {type(message).__name__} on a connection of no group")
-            group, rank = seat
+            group, member_id = member
             if isinstance(message, Holding):
-                recovery.hold(group, rank, message, payloads[0], now, effects)
-            elif recovery.held(group, rank, message, payloads[0] if payloads else None, effects):
+                recovery.hold(group, member_id, message, payloads[0], now, effects)
+            elif recovery.held(group, member_id, message, payloads[0] if payloads else None, effects):
                 recovery.advance(group, now, effects)
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
@@ -325,31 +325,33 @@ class Data:
 
     def inquire(self, connection: int, inquire: Inquire, effects: Effects) -> None:
         """Say which members are missing from an exchange."""
-        seat = self._seats.get(connection)
-        if seat is None:
+        member = self._attached.get(connection)
+        if member is None:
             effects.report(Violation(connection, UnexpectedMessageError("an Inquire on a connection of no group")))
             return
-        group, _ = seat
+        group, _ = member
         exchange = group.exchanges.get(inquire.key)
-        names = tuple(group.call(rank) for rank in exchange.missing()[:32]) if exchange else ()
+        names = tuple(group.call(member_id) for member_id in exchange.missing()[:32]) if exchange else ()
         effects.send(connection, Missing(inquire.key, names))
 
     def taken(self, connection: int, taken: Taken, effects: Effects) -> None:
         """Note that a listener has read on."""
-        seat = self._seats.get(connection)
-        if seat is None:
+        member = self._attached.get(connection)
+        if member is None:
             effects.report(Violation(connection, UnexpectedMessageError("a Taken on a connection of no group")))
             return
-        group, rank = seat
-        group.listeners.read(rank, taken.nbytes)
+        group, member_id = member
+        group.listeners.read(member_id, taken.nbytes)
 
     def awaited(self, name: str) -> set[int]:
         """Return the connections of members that have yet to begin an exchange that others have begun."""
         group = self.groups.get(name)
         exchanges = () if group is None else group.exchanges.values()
         begun = [exchange for exchange in exchanges if exchange.failure is None and exchange.pushed]
-        missing = {rank for exchange in begun for rank in exchange.participants if rank not in exchange.pushed}
-        return set() if group is None else {group.members.connections[rank] for rank in missing}
+        missing = {
+            member_id for exchange in begun for member_id in exchange.participants if member_id not in exchange.pushed
+        }
+        return set() if group is None else {group.members.connections[member_id] for member_id in missing}
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

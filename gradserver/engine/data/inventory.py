@@ -27,7 +27,7 @@ _MAX_BEFORE: Final = 16 * MAX_SLICES
 """Slices of buckets, of rounds before its own, that one member can speak of."""
 
 
-def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
+def said(group: Group, member_id: int, holding: Holding, payload: Buffer) -> Holder:
     """Check a Holding against the plan, and return what it says."""
     number, loose, before = holding.round, 0, 0
     holder = Holder(number, holding.weight, holding.before)
@@ -45,19 +45,21 @@ def said(group: Group, seat: int, holding: Holding, payload: Buffer) -> Holder:
             before += stop - first if key.number < number - 1 else 0
         else:
             loose += stop - first
-            right = seat in key[3:] if key.stream == TRANSFER else key[3:] == (-1, -1)
+            right = member_id in key[3:] if key.stream == TRANSFER else key[3:] == (-1, -1)
         if before > _MAX_BEFORE:
-            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_BEFORE} slices of earlier rounds")
+            raise LimitExceededError(
+                f"{group.call(member_id)} speaks of more than {_MAX_BEFORE} slices of earlier rounds"
+            )
         if loose > _MAX_LOOSE:
-            raise LimitExceededError(f"{group.call(seat)} speaks of more than {_MAX_LOOSE} slices of collectives")
+            raise LimitExceededError(f"{group.call(member_id)} speaks of more than {_MAX_LOOSE} slices of collectives")
         if not right:
             raise UnexpectedMessageError(
-                f"{group.call(seat)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
+                f"{group.call(member_id)}, in round {number}, cannot have slices {first} to {stop} of {tuple(key)}"
             )
         most = group.world if key.number >= own else MAX_WORLD_SIZE  # before, some may be known to members only
         if len(weights) > most:
             raise UnexpectedMessageError(
-                f"{group.call(seat)} has weights of {len(weights)} seats, and {most} there are"
+                f"{group.call(member_id)} has weights of {len(weights)} member ids, and {most} there are"
             )
         holder.say(state, key, range(first, stop), weights if key.number >= number else (), nbytes)
     return holder
@@ -95,7 +97,7 @@ def adopt(
     In slices of which no member has told the weights, the members that are here counted.
     """
     current = Round(now, section=section)
-    here = tuple(holders[seat].weight if seat in holders else 0.0 for seat in range(max(holders) + 1))
+    here = tuple(holders[member_id].weight if member_id in holders else 0.0 for member_id in range(max(holders) + 1))
     for part, slices in settled.items():
         key = ExchangeKey(BUCKET, number, part)
         told = [holder.weights[key] for holder in holders.values() if key in holder.weights]

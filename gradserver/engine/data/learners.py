@@ -1,7 +1,7 @@
 """Learners: workers that join a running group, and what each has of the state that a donor sends it.
 
-A learner contributes to buckets from a round on, and is a member when that round is over. A seat can have been another
-member's before. A member that does not know yet that its peer has gone sends to that seat. It names the epoch that it
+A learner contributes to buckets from a round on, and is a member when that round is over. An id can have been another
+member's before. A member that does not know yet that its peer has gone sends to that id. It names the epoch that it
 goes by, and is told.
 """
 
@@ -27,7 +27,7 @@ class Coming:
     """State in one transfer: bytes that have come and were not reported."""
 
     key: tuple[int, int]
-    """Number of the transfer, and the donor's seat."""
+    """Number of the transfer, and the donor's id."""
     nbytes: int = 0
     reported: float = -math.inf
     """Time of the latest report."""
@@ -37,7 +37,7 @@ class Coming:
 
 @dataclass(slots=True)
 class Learners:
-    """Learners of one group, and members that were learners, by seat."""
+    """Learners of one group, and members that were learners, by member id."""
 
     first_rounds: dict[int, int] = field(default_factory=dict)
     """The first round that each contributes to; `NOT_YET` if it does not yet."""
@@ -54,81 +54,81 @@ class Learners:
 
     def take(self, newcomers: Iterable[Newcomer]) -> dict[int, Newcomer]:
         """Note what control says of newcomers, and return what it said before."""
-        before, self.newcomers = self.newcomers, {one.seat: one for one in newcomers}
+        before, self.newcomers = self.newcomers, {one.member_id: one for one in newcomers}
         return before
 
-    def admit(self, seat: int) -> None:
-        """Begin with a learner in ``seat``."""
-        self.first_rounds[seat] = self.since[seat] = NOT_YET
-        self.heard.pop(seat, None)
-        self.states.pop(seat, None)
-        self.coming.pop(seat, None)
+    def admit(self, member_id: int) -> None:
+        """Begin with a learner with ``member_id``."""
+        self.first_rounds[member_id] = self.since[member_id] = NOT_YET
+        self.heard.pop(member_id, None)
+        self.states.pop(member_id, None)
+        self.coming.pop(member_id, None)
 
-    def expect(self, seat: int, number: int) -> None:
-        """Wait for ``seat`` in rounds from ``number`` on."""
-        self.first_rounds[seat] = number
+    def expect(self, member_id: int, number: int) -> None:
+        """Wait for ``member_id`` in rounds from ``number`` on."""
+        self.first_rounds[member_id] = number
 
-    def expect_state(self, seat: int, number: int, epoch: int) -> None:
-        """Let ``seat`` get the state in transfer ``number``."""
-        self.states[seat] = number, epoch
+    def expect_state(self, member_id: int, number: int, epoch: int) -> None:
+        """Let ``member_id`` get the state in transfer ``number``."""
+        self.states[member_id] = number, epoch
 
-    def excuse(self, seat: int) -> None:
-        """Wait for ``seat`` in no round. Its state is sent no further."""
-        self.first_rounds[seat] = NOT_YET
-        self.states.pop(seat, None)
+    def excuse(self, member_id: int) -> None:
+        """Wait for ``member_id`` in no round. Its state is sent no further."""
+        self.first_rounds[member_id] = NOT_YET
+        self.states.pop(member_id, None)
 
-    def promote(self, seats: Iterable[int], epoch: int) -> list[int]:
-        """Make members of the learners among ``seats``, and return these."""
-        new = [seat for seat in seats if self.since.get(seat) == NOT_YET]
+    def promote(self, member_ids: Iterable[int], epoch: int) -> list[int]:
+        """Make members of the learners among ``member_ids``, and return these."""
+        new = [member_id for member_id in member_ids if self.since.get(member_id) == NOT_YET]
         self.since.update(dict.fromkeys(new, epoch))
         return new
 
-    def depart(self, seat: int) -> None:
-        """Wait no more for ``seat``, which has departed."""
-        self.first_rounds.pop(seat, None)
-        self.states.pop(seat, None)
+    def depart(self, member_id: int) -> None:
+        """Wait no more for ``member_id``, which has departed."""
+        self.first_rounds.pop(member_id, None)
+        self.states.pop(member_id, None)
 
-    def is_learner(self, seat: int) -> bool:
-        """Tell whether ``seat`` is a learner's still."""
-        return self.since.get(seat) == NOT_YET
+    def is_learner(self, member_id: int) -> bool:
+        """Tell whether ``member_id`` is a learner's still."""
+        return self.since.get(member_id) == NOT_YET
 
-    def has_part(self, seat: int, key: ExchangeKey) -> bool:
-        """Tell whether ``seat`` may begin ``key``: it may not if it joined later."""
-        first = self.first_rounds.get(seat)
+    def has_part(self, member_id: int, key: ExchangeKey) -> bool:
+        """Tell whether ``member_id`` may begin ``key``: it may not if it joined later."""
+        first = self.first_rounds.get(member_id)
         if first is None or key.stream == TRANSFER:
             return True
         part = key.number if key.stream == BUCKET else key.part - 1
-        return first != NOT_YET and part >= first and (key.stream != COLLECTIVE or not self.is_learner(seat))
+        return first != NOT_YET and part >= first and (key.stream != COLLECTIVE or not self.is_learner(member_id))
 
-    def is_stale(self, rank: int, push: Push) -> bool:
-        """Tell whether ``push`` is for an earlier member in a seat, or of a state that no learner waits for."""
+    def is_stale(self, member_id: int, push: Push) -> bool:
+        """Tell whether ``push`` is for an earlier member with that id, or of a state that no learner waits for."""
         key = push.key
         if key.stream != TRANSFER:
             return False
         if is_state(key):
             number, epoch = self.states.get(key.target, (0, 0))
             return key.part - STATE_TAG != number or not 0 <= self.since.get(key.source, 0) <= epoch
-        since = self.since.get(key.target if key.source == rank else key.source, 0)
+        since = self.since.get(key.target if key.source == member_id else key.source, 0)
         return since == NOT_YET or push.epoch < since
 
-    def take_state(self, exchange: Exchange, rank: int, before: int, now: float) -> tuple[int, int] | None:
-        """Note a push of ``rank`` to a transfer that was complete up to slice ``before``.
+    def take_state(self, exchange: Exchange, giver: int, before: int, now: float) -> tuple[int, int] | None:
+        """Note a push of ``giver`` to a transfer that was complete up to slice ``before``.
 
         Return the number of the state and the bytes to report. Its first bytes are reported as they come, later ones
         twice a second. A request for it is reported, too: pushes of one end alone are nothing that has come.
         """
-        key, seat = exchange.key, exchange.key.target
-        if not is_state(key) or not self.is_learner(seat):
+        key, member_id = exchange.key, exchange.key.target
+        if not is_state(key) or not self.is_learner(member_id):
             return None
         which = key.part - STATE_TAG, key.source
-        coming = self.coming.get(seat)
+        coming = self.coming.get(member_id)
         if coming is None or coming.key != which:
-            if rank != seat:
+            if giver != member_id:
                 return None  # it has yet to be asked for
-            coming = self.coming[seat] = Coming(which)
+            coming = self.coming[member_id] = Coming(which)
         if exchange.complete > before:
             coming.nbytes += exchange.layout.run_bytes(before, exchange.complete)
-            self.heard[seat] = now
+            self.heard[member_id] = now
         begins = coming.nbytes > 0 and not coming.begun
         if now < coming.reported + _REPORT_SECONDS and not begins:
             return None
@@ -136,6 +136,8 @@ class Learners:
         nbytes, coming.nbytes, coming.reported = coming.nbytes, 0, now
         return which[0], nbytes
 
-    def last_heard(self, seats: Iterable[int]) -> float:
-        """Return the time when more of its state came to a learner among ``seats``; 0 if none did."""
-        return max((self.heard.get(seat, 0.0) for seat in seats if self.is_learner(seat)), default=0.0)
+    def last_heard(self, member_ids: Iterable[int]) -> float:
+        """Return the time when more of its state came to a learner among ``member_ids``; 0 if none did."""
+        return max(
+            (self.heard.get(member_id, 0.0) for member_id in member_ids if self.is_learner(member_id)), default=0.0
+        )

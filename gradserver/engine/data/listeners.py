@@ -21,45 +21,49 @@ class Listeners:
     backlog: int
     """Bytes that a listener may leave unread."""
     rounds: dict[int, int] = field(default_factory=dict)
-    """The first round of which each is sent the results, by seat."""
+    """The first round of which each is sent the results, by member id."""
     unread: Counter[int] = field(default_factory=Counter)
-    """Bytes of these that each seat has not read."""
+    """Bytes of these that each member has not read."""
 
-    def begin(self, seats: Iterable[int], number: int) -> None:
-        """Send ``seats`` the results of rounds from ``number`` on."""
-        self.rounds.update(dict.fromkeys(seats, number))
+    def begin(self, member_ids: Iterable[int], number: int) -> None:
+        """Send ``member_ids`` the results of rounds from ``number`` on."""
+        self.rounds.update(dict.fromkeys(member_ids, number))
 
-    def end(self, seat: int) -> None:
-        """Send ``seat`` no more results. It may still read what it was sent."""
-        self.rounds.pop(seat, None)
+    def end(self, member_id: int) -> None:
+        """Send ``member_id`` no more results. It may still read what it was sent."""
+        self.rounds.pop(member_id, None)
 
-    def forget(self, seat: int) -> None:
-        """End with a seat that has left, or that nothing is sent to any more."""
-        self.end(seat)
-        self.unread.pop(seat, None)
+    def forget(self, member_id: int) -> None:
+        """End with a member that has left, or that nothing is sent to any more."""
+        self.end(member_id)
+        self.unread.pop(member_id, None)
 
     def void(self) -> None:
         """Begin to count anew, on new connections."""
         self.unread.clear()
 
     def of(self, exchange: Exchange, piece: Piece) -> list[int]:
-        """Return the seats that are sent ``piece`` besides those that have pushed it."""
+        """Return the members that are sent ``piece`` besides those that have pushed it."""
         key = exchange.key
         if not self.rounds or key.stream != BUCKET:
             return []
-        return [seat for seat, first in self.rounds.items() if first <= key.number and seat not in piece.given]
+        return [
+            member_id
+            for member_id, first in self.rounds.items()
+            if first <= key.number and member_id not in piece.given
+        ]
 
-    def charge(self, seat: int, nbytes: int) -> bool:
-        """Count bytes that ``seat`` is sent now; False, and nothing is counted, if too much would be unread."""
-        unread = self.unread[seat] + nbytes
+    def charge(self, member_id: int, nbytes: int) -> bool:
+        """Count bytes that ``member_id`` is sent now; False, and nothing is counted, if too much would be unread."""
+        unread = self.unread[member_id] + nbytes
         if unread > self.backlog:
             return False
-        self.unread[seat] = unread
+        self.unread[member_id] = unread
         return True
 
-    def read(self, seat: int, nbytes: int) -> None:
-        """Note that ``seat`` has read so much."""
-        self.unread[seat] = max(0, self.unread[seat] - nbytes)
+    def read(self, member_id: int, nbytes: int) -> None:
+        """Note that ``member_id`` has read so much."""
+        self.unread[member_id] = max(0, self.unread[member_id] - nbytes)
 
     def validate(self, departed: Iterable[int]) -> None:
         """Raise AssertionError if an invariant does not hold."""

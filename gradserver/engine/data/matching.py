@@ -49,65 +49,65 @@ _TRANSFER: Final = Kind.TRANSFER
 _UNREDUCED: Final = frozenset({Op.NONE, Op.FRAMED})
 
 
-def admitted(group: Group, rank: int, push: Push, now: float, effects: Effects) -> Exchange | None:
+def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effects) -> Exchange | None:
     """Return the exchange that ``push`` is for, opened if need be; None if there is nothing more to do."""
     key = push.key
     exchange = group.exchanges.get(key)
-    if group.stragglers.is_closed(rank, key):
-        _refuse_late(group, rank, key, effects)
+    if group.stragglers.is_closed(member_id, key):
+        _refuse_late(group, member_id, key, effects)
         return None
     begins = group.begins(push) if group.table.rates or group.sequences.restarted else push.slice == 0
     if begins:
         if group.learners.first_rounds:
-            if group.learners.is_stale(rank, push):
-                _turn_away(group, rank, push, effects)
+            if group.learners.is_stale(member_id, push):
+                _turn_away(group, member_id, push, effects)
                 return None
-            if not group.learners.has_part(rank, key):
+            if not group.learners.has_part(member_id, key):
                 what = group.describe(key)
-                raise OutOfStepError(f"{group.call(rank)} has no part in {what}: it was not a member then")
-        for earlier in _take_number(group, rank, key):
-            fail(group, earlier, abandoned(group, earlier, rank, key), effects)
-        operation = _operation(group, rank, push)
+                raise OutOfStepError(f"{group.call(member_id)} has no part in {what}: it was not a member then")
+        for earlier in _take_number(group, member_id, key):
+            fail(group, earlier, abandoned(group, earlier, member_id, key), effects)
+        operation = _operation(group, member_id, push)
         if exchange is None and (error := group.exchanges.failed_before.get(key)) is not None:
-            say_failed(group, rank, key, error, effects)
+            say_failed(group, member_id, key, error, effects)
             return None
         if exchange is None:
-            exchange = open_exchange(group, rank, key, operation, push.epoch, now)
+            exchange = open_exchange(group, member_id, key, operation, push.epoch, now)
         elif exchange.failure is None and key.stream == COLLECTIVE and is_outdated(group, key, operation, push.epoch):
-            exchange.join(rank, push.weight)
+            exchange.join(member_id, push.weight)
             fail(group, exchange, changed(group, key, operation), effects)
             return None
         elif exchange.operation is not operation and exchange.operation != operation and exchange.failure is None:
-            error = mismatch(group, exchange, rank, operation)
-            exchange.join(rank, push.weight)
+            error = mismatch(group, exchange, member_id, operation)
+            exchange.join(member_id, push.weight)
             fail(group, exchange, error, effects)
             return None
-        exchange.join(rank, push.weight)
+        exchange.join(member_id, push.weight)
     elif exchange is None:
         to_learner = is_state(key) or (group.learners.first_rounds and key.stream == TRANSFER)
-        if to_learner or group.sequences.is_past(rank, key):
+        if to_learner or group.sequences.is_past(member_id, key):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
     if exchange.failure is not None:
         if begins:
-            tell(group, exchange, rank, effects)
+            tell(group, exchange, member_id, effects)
             forget_if_over(group, exchange)
         return None
     return exchange
 
 
-def _take_number(group: Group, rank: int, key: ExchangeKey) -> list[Exchange]:
-    """Begin ``key``, and return open exchanges before it that ``rank`` will never contribute to.
+def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchange]:
+    """Begin ``key``, and return open exchanges before it that ``member_id`` will never contribute to.
 
     Numbers of a sequence come without gaps; that is how members' exchanges are matched. Of several shards not every one
     has to do with every collective or transfer, so that at each of them there are gaps. But a member that has begun a
     later one contributes nothing more to an earlier one, because it failed elsewhere.
     """
-    sequences, sequence, place = group.sequences, sequence_of(rank, key), place_of(key)
+    sequences, sequence, place = group.sequences, sequence_of(member_id, key), place_of(key)
     before = sequences.due.get(sequence)
-    due = _first_due(group, rank, key) if before is None else before
-    if key.stream == BUCKET and rank in group.stragglers.closed:
-        due = max(due, group.stragglers.closed[rank] + 1)
+    due = _first_due(group, member_id, key) if before is None else before
+    if key.stream == BUCKET and member_id in group.stragglers.closed:
+        due = max(due, group.stragglers.closed[member_id] + 1)
     begins_round = key.stream == COLLECTIVE and key.number == 0
     of_another = key.stream == BUCKET and group.plan is not None and group.plan.is_shared
     skips = begins_round or of_another or (group.table.rates and key.stream != BUCKET)
@@ -115,27 +115,27 @@ def _take_number(group: Group, rank: int, key: ExchangeKey) -> list[Exchange]:
         what = "round" if key.stream == BUCKET else "number"
         number = due % NUMBERS if key.stream == COLLECTIVE else due
         raise OutOfStepError(
-            f"{group.describe(key)} from {group.call(rank)}: {what} {number} is due, {key.number} came"
+            f"{group.describe(key)} from {group.call(member_id)}: {what} {number} is due, {key.number} came"
         )
     sequences.advance(sequence, place)
     if not group.table.rates or key.stream == BUCKET:
         return []
-    return _abandoned(group, rank, key, due if before is not None or not sequences.restarted else 0)
+    return _abandoned(group, member_id, key, due if before is not None or not sequences.restarted else 0)
 
 
-def _first_due(group: Group, rank: int, key: ExchangeKey) -> int:
+def _first_due(group: Group, member_id: int, key: ExchangeKey) -> int:
     sequences = group.sequences
-    if key.stream == TRANSFER and sequences.begin_transfers(rank) > MAX_TRANSFERS:
+    if key.stream == TRANSFER and sequences.begin_transfers(member_id) > MAX_TRANSFERS:
         raise LimitExceededError(
-            f"{group.call(rank)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
+            f"{group.call(member_id)} has used {MAX_TRANSFERS} different pairs of peer and tag: use old ones again"
         )
     if key.stream == BUCKET:
-        return max(sequences.first_round, group.learners.first_rounds.get(rank, 0))
+        return max(sequences.first_round, group.learners.first_rounds.get(member_id, 0))
     return place_of(key) if sequences.restarted else 0
 
 
-def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exchange]:
-    """Return open exchanges that ``rank`` has not contributed to in full, and never will, as it has begun ``key``."""
+def _abandoned(group: Group, member_id: int, key: ExchangeKey, due: int) -> list[Exchange]:
+    """Return open exchanges to which ``member_id`` will never contribute in full, as it has begun ``key``."""
     last, place = due - 1, place_of(key)
     if key.stream == TRANSFER and place - last <= len(group.exchanges):
         keys = [key._replace(number=number) for number in range(last, place)]
@@ -146,43 +146,45 @@ def _abandoned(group: Group, rank: int, key: ExchangeKey, due: int) -> list[Exch
     return [
         exchange
         for exchange in found
-        if exchange is not None and exchange.failure is None and exchange.pushed.get(rank, -1) < exchange.stop
+        if exchange is not None and exchange.failure is None and exchange.pushed.get(member_id, -1) < exchange.stop
     ]
 
 
-def _turn_away(group: Group, rank: int, push: Push, effects: Effects) -> None:
-    """Tell ``rank`` that its peer has gone, or that it sends or takes a state in vain."""
+def _turn_away(group: Group, member_id: int, push: Push, effects: Effects) -> None:
+    """Tell ``member_id`` that its peer has gone, or that it sends or takes a state in vain."""
     what = "the worker that had that rank is gone, and another one has joined"
     if is_state(push.key):
         what = "this state is not waited for any more"
-    say_failed(group, rank, push.key, WorkerLostError(f"{group.describe(push.key)}: {what}"), effects)
+    say_failed(group, member_id, push.key, WorkerLostError(f"{group.describe(push.key)}: {what}"), effects)
 
 
-def _refuse_late(group: Group, rank: int, key: ExchangeKey, effects: Effects) -> None:
-    """Answer a push for a round that was closed without ``rank``, which listens to its results if there are any."""
+def _refuse_late(group: Group, member_id: int, key: ExchangeKey, effects: Effects) -> None:
+    """Answer a push for a round that was closed without ``member_id``, which listens to its results, if any."""
     error = group.halted or group.buckets_halted
     if error is not None:
-        say_failed(group, rank, key, error, effects)
+        say_failed(group, member_id, key, error, effects)
 
 
-def _operation(group: Group, rank: int, push: Push) -> Operation:
+def _operation(group: Group, member_id: int, push: Push) -> Operation:
     key, operation = push.key, push.operation
     if key.stream == BUCKET:
         if group.plan is None or group.plan.is_vacant(key.part):
-            raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(rank)} agreed on")
+            raise OutOfStepError(f"bucket {key.part} is in no plan that {group.call(member_id)} agreed on")
         return group.plan.buckets[key.part].operation
     if operation is None:
         raise UnexpectedMessageError("the first slice of a collective must say which one it is")
-    if key.stream == TRANSFER and rank not in (key.source, key.target):
-        raise InvalidRankError(f"rank {rank} cannot take part in a transfer from {key.source} to {key.target}")
+    if key.stream == TRANSFER and member_id not in (key.source, key.target):
+        raise InvalidRankError(f"rank {member_id} cannot take part in a transfer from {key.source} to {key.target}")
     return operation
 
 
-def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float) -> Exchange:
-    """Open an exchange that ``rank`` begins, or the one that failed in its place."""
+def open_exchange(
+    group: Group, member_id: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
+) -> Exchange:
+    """Open an exchange that ``member_id`` begins, or the one that failed in its place."""
     _check_operation(key, operation, group.world)
     is_bucket = key.stream == BUCKET
-    if not is_bucket and (failed := outdated(group, rank, key, operation, epoch, now)) is not None:
+    if not is_bucket and (failed := outdated(group, member_id, key, operation, epoch, now)) is not None:
         return failed
     layout, start, stop = group.share(key, operation)
     if start == stop:
@@ -193,18 +195,18 @@ def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operatio
     participants: tuple[int, ...] = group.participants(key)
     late: tuple[int, ...] = ()
     if group.stragglers.closed and key.stream == BUCKET:
-        late = tuple(seat for seat in participants if group.stragglers.is_closed(seat, key))
-        participants = tuple(seat for seat in participants if seat not in late)
+        late = tuple(member_id for member_id in participants if group.stragglers.is_closed(member_id, key))
+        participants = tuple(member_id for member_id in participants if member_id not in late)
     halted = group.halted or (group.buckets_halted if key.stream == BUCKET else None)
     departed = group.members.departed
-    failure = halted or next((departed[rank] for rank in departed if rank in participants), None)
+    failure = halted or next((departed[member_id] for member_id in departed if member_id in participants), None)
     exchange = Exchange(
-        key, operation, layout, start, stop, participants, rank, now, now, start, absent=late, failure=failure
+        key, operation, layout, start, stop, participants, member_id, now, now, start, absent=late, failure=failure
     )
     if failure is not None:  # for the others too, when they come: there is nothing to remember
         return exchange
     if is_bucket and group.rounds and min(group.rounds) < key.number:
-        raise OutOfStepError(f"{group.describe(key)} from {group.call(rank)}: the round before it is not over")
+        raise OutOfStepError(f"{group.describe(key)} from {group.call(member_id)}: the round before it is not over")
     if (settled := group.exchanges.settled.get(key)) is not None:
         exchange.settle(settled, group.settled_of(key))
     group.exchanges.begin(exchange)
@@ -216,8 +218,8 @@ def open_exchange(group: Group, rank: int, key: ExchangeKey, operation: Operatio
     return exchange
 
 
-def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: Sequence[Buffer]) -> Run:
-    """Check a contribution against what is due from ``rank``."""
+def checked(group: Group, exchange: Exchange, member_id: int, push: Push, payloads: Sequence[Buffer]) -> Run:
+    """Check a contribution against what is due from ``member_id``."""
     layout, operation = exchange.layout, exchange.operation
     payload, target, size = None, None, 0
     if payloads:
@@ -226,17 +228,19 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
             target, size = payloads[-1], min(size, len(payloads[-1]))
     start, stop = push.slice, push.slice + push.slices
     if (
-        start != exchange.pushed.get(rank, -1)
+        start != exchange.pushed.get(member_id, -1)
         or stop > exchange.stop
         or (exchange.settled and exchange.crosses(start, stop))
     ):
         raise OutOfStepError(
-            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} came, "
-            f"{exchange.pushed.get(rank, exchange.start)} of {exchange.stop} is due"
+            f"{group.describe(exchange.key)} from {group.call(member_id)}: slice {start} came, "
+            f"{exchange.pushed.get(member_id, exchange.start)} of {exchange.stop} is due"
         )
     if push.slices > 1 and operation.kind not in IN_PLACE:
-        raise OutOfStepError(f"{operation} from {group.call(rank)} goes slice by slice, {push.slices} came together")
-    has_to_give = gives(operation, rank, exchange.key)
+        raise OutOfStepError(
+            f"{operation} from {group.call(member_id)} goes slice by slice, {push.slices} came together"
+        )
+    has_to_give = gives(operation, member_id, exchange.key)
     expected = layout.run_bytes(start, stop)
     shared = push.place is not None
     if shared:  # there must be room for what is given, and for the result
@@ -249,15 +253,15 @@ def checked(group: Group, exchange: Exchange, rank: int, push: Push, payloads: S
         is_right = has_to_give and (size == expected or (operation.op is Op.FRAMED and size <= expected))
     if not is_right:
         raise SizeMismatchError(
-            f"{group.describe(exchange.key)} from {group.call(rank)}: slice {start} has {size} "
+            f"{group.describe(exchange.key)} from {group.call(member_id)}: slice {start} has {size} "
             f"bytes, {expected if has_to_give else 0} were agreed"
         )
     if push.present:
         group.traffic.receive(min(size, expected))
-    weight = exchange.weights[rank]
+    weight = exchange.weights[member_id]
     if group.order.lateness is not None:  # slices to which something was added weigh more
         weight = push.weight
-        exchange.weigh(rank, weight)
+        exchange.weigh(member_id, weight)
     return make(Run, (start, stop, payload, push.present, shared, target, weight))
 
 

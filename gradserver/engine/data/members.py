@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gradserver.engine.seats import Seats
+from gradserver.engine.identities import Identities
 from gradserver.protocol.errors import GradServerError
 
 
 @dataclass(slots=True)
 class Members:
-    """Members of one group, by seat."""
+    """Members of one group, by member id."""
 
-    seats: Seats
+    identities: Identities
     connections: list[int]
     """Connection of each; -1 if it has yet to come to this shard."""
     tokens: list[str]
@@ -29,12 +29,12 @@ class Members:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Seats of the members that are present, by rank."""
-        return self.seats.present
+        """Ids of the members that are present, by member id."""
+        return self.identities.present
 
-    def calls(self, seats: Iterable[int]) -> str:
+    def calls(self, member_ids: Iterable[int]) -> str:
         """Name several members for people."""
-        names = [self.seats.call(seat) for seat in seats]
+        names = [self.identities.call(member_id) for member_id in member_ids]
         return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
 
     def epoch_of(self, number: int) -> int:
@@ -42,37 +42,37 @@ class Members:
         last_before, epoch = self.before
         return epoch if number <= last_before else self.epoch
 
-    def admit(self, seat: int, name: str, connection: int, token: str) -> None:
-        """Give ``seat``, which may have been another member's, to a worker that is about to become a member."""
-        self.seats.admit(seat, name)
-        self.connections += [-1] * (seat + 1 - len(self.connections))
-        self.tokens += [""] * (seat + 1 - len(self.tokens))
-        self.connections[seat], self.tokens[seat] = connection, token
-        self.departed.pop(seat, None)
+    def admit(self, member_id: int, name: str, connection: int, token: str) -> None:
+        """Give ``member_id``, which may have been another member's, to a worker that is about to become a member."""
+        self.identities.admit(member_id, name)
+        self.connections += [-1] * (member_id + 1 - len(self.connections))
+        self.tokens += [""] * (member_id + 1 - len(self.tokens))
+        self.connections[member_id], self.tokens[member_id] = connection, token
+        self.departed.pop(member_id, None)
 
-    def connect(self, seat: int, connection: int) -> None:
-        """Reach ``seat`` on ``connection`` from now on."""
-        self.connections[seat] = connection
+    def connect(self, member_id: int, connection: int) -> None:
+        """Reach ``member_id`` on ``connection`` from now on."""
+        self.connections[member_id] = connection
 
-    def disconnect(self, seat: int) -> None:
-        """Reach ``seat`` no more, for the moment."""
-        self.connections[seat] = -1
+    def disconnect(self, member_id: int) -> None:
+        """Reach ``member_id`` no more, for the moment."""
+        self.connections[member_id] = -1
 
-    def lose(self, seat: int, error: GradServerError) -> None:
-        """Note that ``seat`` has departed from a group that needs all its members."""
-        self.departed[seat] = error
+    def lose(self, member_id: int, error: GradServerError) -> None:
+        """Note that ``member_id`` has departed from a group that needs all its members."""
+        self.departed[member_id] = error
 
-    def depart(self, seat: int, error: GradServerError, epoch: int) -> None:
-        """Go on without ``seat`` in the membership ``epoch``."""
-        self.departed[seat] = error
+    def depart(self, member_id: int, error: GradServerError, epoch: int) -> None:
+        """Go on without ``member_id`` in the membership ``epoch``."""
+        self.departed[member_id] = error
         self.change = error.message
-        self.seats.depart(seat)
+        self.identities.depart(member_id)
         if epoch != self.epoch:
             self.epoch = epoch
             self.before = (self.before[0], epoch)
 
-    def reseat(self, present: tuple[int, ...], new: Sequence[int], joined_in: int | None, epoch: int) -> None:
-        """Begin the membership ``epoch`` of the seats ``present``, of which ``new`` ones joined in a round."""
+    def set_present(self, present: tuple[int, ...], new: Sequence[int], joined_in: int | None, epoch: int) -> None:
+        """Begin the membership ``epoch`` of the members ``present``, of which ``new`` ones joined in a round."""
         self.before = (self.before[0], epoch) if joined_in is None else (joined_in, self.epoch)
-        self.seats.reseat(present)
+        self.identities.set_present(present)
         self.epoch, self.change = epoch, f"{self.calls(new)} joined"

@@ -4,8 +4,8 @@
 
     difference                     what changes
     ─────────────────────────────  ──────────────────────────────────────────────────────────────────────────────
-    a seat in ``departed``         what its member or learner gave before counts; the rest goes on without it
-    a newcomer in a new seat       a learner, which takes part in nothing but the transfers of its state
+    a member in ``departed``         what its member or learner gave before counts; the rest goes on without it
+    a newcomer with a new id       a learner, which takes part in nothing but the transfers of its state
     it has no ``first`` any more,  what was open goes on without it, and its state is sent no further
     … and does not listen
     another ``first``              from that round on, which no member has begun, buckets wait for it, too
@@ -15,8 +15,9 @@
 An exchange has the participants that it had when it began, and a member that comes later has no part in it. The round
 in which it was called says which members these are.
 
-A departure is a *cut*: from here on exchanges go on without that seat. What it gave as a prefix of an exchange's slices
-counts, the rest does not. So each element is the mean of the members that counted for it, and all get the same one.
+A departure is a *cut*: from here on exchanges go on without that member. What it gave as a prefix of an exchange's
+slices counts, the rest does not. So each element is the mean of the members that counted for it, and all get the same
+one.
 
     exchange  event                                             next    what happens
     ────────  ────────────────────────────────────────────────  ──────  ──────────────────────────────────────────────
@@ -60,102 +61,102 @@ def configure(group: Group, order: Configure, now: float, effects: Effects) -> N
         _depart(group, departure, order.epoch, now, effects)
     before = group.learners.take(order.newcomers)
     for newcomer in order.newcomers:
-        seat = newcomer.seat
-        if seat not in before and seat not in group.members.present:
+        member_id = newcomer.member_id
+        if member_id not in before and member_id not in group.members.present:
             _admit(group, newcomer)
         unexpected = newcomer._replace(first=NEVER, listens=NEVER, transfer=0)
-        _follow(group, before.get(seat, unexpected), newcomer, now, effects)
+        _follow(group, before.get(member_id, unexpected), newcomer, now, effects)
     new = group.learners.promote(order.members, order.epoch)
     if new or order.epoch != group.members.epoch:
-        _reseat(group, order, new)
+        _begin_membership(group, order, new)
     if order.steady:
         group.settle()
 
 
 def _admit(group: Group, newcomer: Newcomer) -> None:
-    """Take a learner in. Its seat may have been another member's."""
-    seat = newcomer.seat
-    group.members.admit(seat, newcomer.occupant.name, newcomer.occupant.connection, newcomer.token)
-    group.learners.admit(seat)
-    group.stragglers.hand_over(seat)
-    group.sequences.hand_over(seat)
-    group.traffic.hand_over(seat, group.exchanges.values())
+    """Take a learner in. Its id may have been another member's."""
+    member_id = newcomer.member_id
+    group.members.admit(member_id, newcomer.occupant.name, newcomer.occupant.connection, newcomer.token)
+    group.learners.admit(member_id)
+    group.stragglers.hand_over(member_id)
+    group.sequences.hand_over(member_id)
+    group.traffic.hand_over(member_id, group.exchanges.values())
 
 
 def _follow(group: Group, before: Newcomer, newcomer: Newcomer, now: float, effects: Effects) -> None:
     """Wait for a newcomer as of a round, send it results unasked, or go on without it, as it is said now."""
-    seat, first = newcomer.seat, newcomer.first
-    if newcomer == before or seat in group.members.present:
+    member_id, first = newcomer.member_id, newcomer.first
+    if newcomer == before or member_id in group.members.present:
         return
     if first == newcomer.listens == NEVER:
-        _excuse(group, seat, now, effects)
+        _excuse(group, member_id, now, effects)
         return
-    group.listeners.end(seat)
+    group.listeners.end(member_id)
     if first != NEVER:
-        group.learners.expect(seat, first)
+        group.learners.expect(member_id, first)
     if newcomer.listens != NEVER:
-        group.listeners.begin((seat,), newcomer.listens)
+        group.listeners.begin((member_id,), newcomer.listens)
     elif group.order.lateness is not None:  # a member that contributes can be late from then on
-        group.listeners.begin((seat,), first)
+        group.listeners.begin((member_id,), first)
     if newcomer.transfer:
-        group.learners.expect_state(seat, newcomer.transfer, group.members.epoch)
+        group.learners.expect_state(member_id, newcomer.transfer, group.members.epoch)
 
 
-def _excuse(group: Group, seat: int, now: float, effects: Effects) -> None:
+def _excuse(group: Group, member_id: int, now: float, effects: Effects) -> None:
     """Go on without a learner in all rounds that are open, and in later ones."""
-    group.learners.excuse(seat)
-    group.listeners.forget(seat)
+    group.learners.excuse(member_id)
+    group.listeners.forget(member_id)
     for exchange in list(group.exchanges.values()):
-        if exchange.key.stream == BUCKET and seat in exchange.participants and exchange.failure is None:
-            cut(group, exchange, seat, False, now, effects)
+        if exchange.key.stream == BUCKET and member_id in exchange.participants and exchange.failure is None:
+            cut(group, exchange, member_id, False, now, effects)
 
 
-def _reseat(group: Group, order: Configure, new: list[int]) -> None:
+def _begin_membership(group: Group, order: Configure, new: list[int]) -> None:
     """Begin a membership, perhaps with learners that have become members."""
-    joined_in = max((group.learners.first_rounds[seat] for seat in new), default=None)
-    group.members.reseat(order.members, new, joined_in, order.epoch)
+    joined_in = max((group.learners.first_rounds[member_id] for member_id in new), default=None)
+    group.members.set_present(order.members, new, joined_in, order.epoch)
     group.follow_members()
 
 
 def _depart(group: Group, departure: Departure, epoch: int, now: float, effects: Effects) -> None:
     """Go on without a member, in all that is open."""
-    seat = departure.seat
-    group.members.depart(seat, departure.error, epoch)
-    group.learners.depart(seat)
-    group.listeners.forget(seat)
+    member_id = departure.member_id
+    group.members.depart(member_id, departure.error, epoch)
+    group.learners.depart(member_id)
+    group.listeners.forget(member_id)
     for number, current in group.rounds.items():
-        note_what_counted(group, number, current, seat)
+        note_what_counted(group, number, current, member_id)
     group.follow_members()
-    group.stragglers.pace.forget(seat)
+    group.stragglers.pace.forget(member_id)
     for exchange in list(group.exchanges.values()):
-        if seat not in exchange.participants:
-            exchange.withdraw(seat)
+        if member_id not in exchange.participants:
+            exchange.withdraw(member_id)
             continue
         if exchange.failure is not None:
-            exchange.excuse(seat)
+            exchange.excuse(member_id)
             forget_if_over(group, exchange)
         elif (error := _why_not(group, exchange, departure)) is not None:
             fail(group, exchange, error, effects)
-            exchange.excuse(seat)
+            exchange.excuse(member_id)
             forget_if_over(group, exchange)
         else:
-            cut(group, exchange, seat, departure.ended, now, effects)
+            cut(group, exchange, member_id, departure.ended, now, effects)
 
 
-def cut(group: Group, exchange: Exchange, seat: int, ended: bool, now: float, effects: Effects) -> None:
-    """Go on with ``exchange`` without ``seat``. Its process is known to have ``ended``, or may be alive."""
-    exchange.leave_out(seat, ended)
-    for piece in exchange.ready(seat):
+def cut(group: Group, exchange: Exchange, member_id: int, ended: bool, now: float, effects: Effects) -> None:
+    """Go on with ``exchange`` without ``member_id``. Its process is known to have ``ended``, or may be alive."""
+    exchange.leave_out(member_id, ended)
+    for piece in exchange.ready(member_id):
         complete(group, exchange, piece, now, effects)
 
 
 def _why_not(group: Group, exchange: Exchange, departure: Departure) -> GradServerError | None:
-    """Return why ``exchange`` cannot go on without the seat that departs; None if it can."""
+    """Return why ``exchange`` cannot go on without the member that departs; None if it can."""
     if exchange.complete == exchange.stop:
         return None
-    kind, seat = exchange.operation.kind, departure.seat
-    lacks_some = exchange.kept_of(seat, departure.ended) < exchange.stop
-    if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == seat and lacks_some):
+    kind, member_id = exchange.operation.kind, departure.member_id
+    lacks_some = exchange.kept_of(member_id, departure.ended) < exchange.stop
+    if kind in WORLD_BOUND or (kind is Kind.BROADCAST and exchange.operation.root == member_id and lacks_some):
         return changed(group, exchange.key, exchange.operation)
     return departure.error if kind is Kind.TRANSFER and lacks_some else None
 
@@ -170,15 +171,15 @@ def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipC
 
 
 def outdated(
-    group: Group, rank: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
+    group: Group, member_id: int, key: ExchangeKey, operation: Operation, epoch: int, now: float
 ) -> Exchange | None:
-    """Return the failed exchange, if ``rank`` begins one in the membership ``epoch``, which has ended."""
+    """Return the failed exchange, if ``member_id`` begins one in the membership ``epoch``, which has ended."""
     participants = group.participants(key)
     gone = operation.kind in ROOTED and operation.root not in participants
     if not gone and not is_outdated(group, key, operation, epoch):
         return None
     error = changed(group, key, operation)
-    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, rank, now, now, 0, failure=error)
+    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, member_id, now, now, 0, failure=error)
     group.exchanges.keep_failed(exchange)
     return exchange
 
@@ -188,11 +189,11 @@ def is_outdated(group: Group, key: ExchangeKey, operation: Operation, epoch: int
     return operation.kind in WORLD_BOUND and epoch != group.members.epoch_of(key.part)
 
 
-def do_without(group: Group, exchange: Exchange, piece: Piece, rank: int, now: float, effects: Effects) -> None:
-    """Reduce ``piece`` again, without what ``rank`` has given to it, and go on without it: it is about to depart."""
-    exchange.spoil(rank, piece.stop - piece.start)
-    cut(group, exchange, rank, False, now, effects)
-    given = {other: run for other, run in piece.given.items() if other != rank}
+def do_without(group: Group, exchange: Exchange, piece: Piece, member_id: int, now: float, effects: Effects) -> None:
+    """Reduce ``piece`` again without the part of ``member_id``, and go on without it: it is about to depart."""
+    exchange.spoil(member_id, piece.stop - piece.start)
+    cut(group, exchange, member_id, False, now, effects)
+    given = {other: run for other, run in piece.given.items() if other != member_id}
     complete(group, exchange, piece._replace(given=given), now, effects)
 
 
@@ -210,12 +211,12 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
         return True
     exchange.put_off(now)
     what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s (--round-timeout) for it"
-    for seat in missing:
-        effects.report(left_out(group, seat, what))
+    for member_id in missing:
+        effects.report(left_out(group, member_id, what))
     return True
 
 
-def left_out(group: Group, seat: int, why: str) -> Absent:
-    """Return the report by which control goes on without ``seat``."""
+def left_out(group: Group, member_id: int, why: str) -> Absent:
+    """Return the report by which control goes on without ``member_id``."""
     name = group.order.group
-    return Absent(name, seat, group.members.seats.left_out(seat, f"group {name!r}: {why}"))
+    return Absent(name, member_id, group.members.identities.left_out(member_id, f"group {name!r}: {why}"))

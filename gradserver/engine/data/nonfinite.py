@@ -6,10 +6,10 @@ channel, and for every number of shards:
 
     policy      the slice's result
     ──────────  ──────────────────────────────────────────────────────────────────────────────────────────────
-    leave-out   the mean over the other seats with their weights; zeros with weight 0 if there are none
+    leave-out   the mean over the other members with their weights; zeros with weight 0 if there are none
     skip        none, with weight 0. A member that sees one such slice of a round applies nothing of it
 
-Each result names the seats concerned. Every member gets one for each slice of a round, so all come to the same.
+Each result names the members concerned. Every member gets one for each slice of a round, so all come to the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gradserver.protocol.buffer import Buffer
 def sifted(
     group: Group, exchange: Exchange, piece: Piece, payload: Payload, findings: Sequence[Finding]
 ) -> Iterator[tuple[Piece, Buffer | None, tuple[int, ...]]]:
-    """Cut ``piece`` into parts, each with its result, and with the seats that gave values to it that are not finite."""
+    """Cut ``piece`` into parts, each with its result and the members that gave it values which are not finite."""
     key, layout = exchange.key, exchange.layout
-    seats: defaultdict[int, list[int]] = defaultdict(list)
-    for index, seat, element in findings:
-        seats[index].append(seat)
-        group.rounds[key.number].not_finite(seat, key.part, layout.span(piece.start)[0] + element)
+    member_ids: defaultdict[int, list[int]] = defaultdict(list)
+    for index, member_id, element in findings:
+        member_ids[index].append(member_id)
+        group.rounds[key.number].not_finite(member_id, key.part, layout.span(piece.start)[0] + element)
     assert not isinstance(payload, tuple), "a mean is the same for all"
     start, view = piece.start, None if payload is None else memoryview(payload)
     while start < piece.stop:
-        givers, stop = tuple(sorted(seats.get(start, ()))), start + 1
-        while stop < piece.stop and tuple(sorted(seats.get(stop, ()))) == givers:
+        givers, stop = tuple(sorted(member_ids.get(start, ()))), start + 1
+        while stop < piece.stop and tuple(sorted(member_ids.get(stop, ()))) == givers:
             stop += 1
         part = Piece(start, stop, piece.given)
         at = layout.run_bytes(piece.start, start)
@@ -47,14 +47,14 @@ def sifted(
 
 
 def counting(group: Group, given: Mapping[int, Run], nonfinite: tuple[int, ...]) -> float:
-    """Return the weight of a result without the contributions of the seats ``nonfinite``."""
+    """Return the weight of a result without the contributions of the members ``nonfinite``."""
     if group.order.nonfinite is OnNonFinite.SKIP:
         return 0.0
-    return sum((run.weight for seat, run in given.items() if seat not in nonfinite), 0.0)
+    return sum((run.weight for member_id, run in given.items() if member_id not in nonfinite), 0.0)
 
 
 def _has_result(group: Group, given: Mapping[int, Run], nonfinite: tuple[int, ...]) -> bool:
-    """Tell whether another seat has given bytes that count."""
+    """Tell whether another member has given bytes that count."""
     if group.order.nonfinite is OnNonFinite.SKIP:
         return False
-    return any(run.present and run.weight > 0 for seat, run in given.items() if seat not in nonfinite)
+    return any(run.present and run.weight > 0 for member_id, run in given.items() if member_id not in nonfinite)

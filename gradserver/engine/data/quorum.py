@@ -42,14 +42,14 @@ _UNREMARKABLE_SECONDS: Final = 0.5
 """Time that a quorum waits for others before people are told of it, however quick rounds are."""
 
 
-def contributed(group: Group, number: int, seat: int, ended: bool, now: float, effects: Effects) -> float | None:
-    """Note that ``seat`` has pushed to a bucket of a round, perhaps the last of it; return when to `look`, if new."""
+def contributed(group: Group, number: int, member_id: int, ended: bool, now: float, effects: Effects) -> float | None:
+    """Note a push of ``member_id`` to a bucket of a round, perhaps the last of it; return when to `look`, if new."""
     current = group.rounds.get(number)
     if current is None:
         return None
     if ended:
-        current.contributed(seat, group.full_buckets[current.section])
-    if current.quorum_at is not None or not (ended or group.traffic.has_no_credit(seat)):
+        current.contributed(member_id, group.full_buckets[current.section])
+    if current.quorum_at is not None or not (ended or group.traffic.has_no_credit(member_id)):
         return None
     lateness = group.order.lateness
     may_be_stuck = group.plan is None or group.plan.nbytes > group.order.credit - SLICE_BYTES
@@ -111,8 +111,8 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
     """Return the members that keep a quorum waiting."""
     present = _present(group, number)
     full = group.full_buckets[current.section]
-    if sum(current.given.get(seat, 0) >= full for seat in present) >= _needed(group, number):
-        return [seat for seat in present if current.given.get(seat, 0) < full]
+    if sum(current.given.get(member_id, 0) >= full for member_id in present) >= _needed(group, number):
+        return [member_id for member_id in present if current.given.get(member_id, 0) < full]
     section = group.plan.section(current.section) if group.plan is not None else None
     for part in section.parts if section is not None else ():  # the first that all wait for
         exchange = group.exchanges.get(ExchangeKey(BUCKET, number, part))
@@ -124,7 +124,11 @@ def _late(group: Group, number: int, current: Round) -> list[int]:
 
 def _present(group: Group, number: int) -> list[int]:
     """Return the members that round ``number`` waits for, with learners that contribute to it."""
-    return [seat for seat in group.participants(_any_bucket(number)) if group.stragglers.closed.get(seat, -1) < number]
+    return [
+        member_id
+        for member_id in group.participants(_any_bucket(number))
+        if group.stragglers.closed.get(member_id, -1) < number
+    ]
 
 
 def _any_bucket(number: int) -> ExchangeKey:
@@ -136,8 +140,10 @@ def _needed(group: Group, number: int) -> int:
     return -(-count // 2) if group.order.lateness is None else group.order.lateness.needed(count)
 
 
-def _has_given(group: Group, current: Round, seat: int) -> bool:
-    return current.given.get(seat, 0) >= group.full_buckets[current.section] or group.traffic.has_no_credit(seat)
+def _has_given(group: Group, current: Round, member_id: int) -> bool:
+    return current.given.get(member_id, 0) >= group.full_buckets[current.section] or group.traffic.has_no_credit(
+        member_id
+    )
 
 
 # ── closing a round ───────────────────────────────────────────────────────────────────────────────────
@@ -148,31 +154,31 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     current = group.rounds.get(order.round)
     if current is not None:
         current.close(now)
-    for seat in order.seats:
-        if seat in group.members.departed:
+    for member_id in order.member_ids:
+        if member_id in group.members.departed:
             continue
-        group.stragglers.close(seat, order.round)
+        group.stragglers.close(member_id, order.round)
         if current is not None:
-            note_what_counted(group, order.round, current, seat)
+            note_what_counted(group, order.round, current, member_id)
         for exchange in list(group.exchanges.values()):
             key = exchange.key
-            if (key.stream, key.number) == (BUCKET, order.round) and seat in exchange.participants:
-                _without(group, exchange, seat, now, effects)
+            if (key.stream, key.number) == (BUCKET, order.round) and member_id in exchange.participants:
+                _without(group, exchange, member_id, now, effects)
 
 
-def _without(group: Group, exchange: Exchange, seat: int, now: float, effects: Effects) -> None:
+def _without(group: Group, exchange: Exchange, member_id: int, now: float, effects: Effects) -> None:
     if exchange.failure is not None:
-        tell(group, exchange, seat, effects)
+        tell(group, exchange, member_id, effects)
         return
-    exchange.pass_over(seat)
-    for piece in exchange.ready(seat):
+    exchange.pass_over(member_id)
+    for piece in exchange.ready(member_id):
         complete(group, exchange, piece, now, effects)
 
 
-def note_what_counted(group: Group, number: int, current: Round, seat: int) -> None:
-    """Note that all that ``seat`` gave to the finished buckets of a round counted."""
-    if group.plan is None or seat not in current.weights:
+def note_what_counted(group: Group, number: int, current: Round, member_id: int) -> None:
+    """Note that all that ``member_id`` gave to the finished buckets of a round counted."""
+    if group.plan is None or member_id not in current.weights:
         return
     for part in current.done:
         _, start, stop = group.share(ExchangeKey(BUCKET, number, part), group.plan.buckets[part].operation)
-        current.cut_off(seat, part, stop - start)
+        current.cut_off(member_id, part, stop - start)

@@ -83,45 +83,45 @@ def begin(group: Group, order: Recover, now: float) -> None:
     group.start_over(Recovery(order.version, order.round, order.latest, now, order.own, draining))
 
 
-def forget(group: Group, seat: int, now: float, effects: Effects) -> None:
-    """Forget what ``seat`` has said, which has departed or lost its connection."""
+def forget(group: Group, member_id: int, now: float, effects: Effects) -> None:
+    """Forget what ``member_id`` has said, which has departed or lost its connection."""
     recovery = group.recovery
     if recovery is None:
         return
-    recovery.forget(seat)
+    recovery.forget(member_id)
     advance(group, now, effects)
 
 
-def hold(group: Group, seat: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
+def hold(group: Group, member_id: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
     """Take what a member says that it holds."""
     recovery = group.recovery
     if recovery is None or holding.version != recovery.version:
         if holding.version > group.order.epoch:
             raise UnexpectedMessageError(f"a Holding of version {holding.version}, which was not asked for")
         return  # another recovery has begun meanwhile
-    if seat in recovery.holders:
-        raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(seat)}")
+    if member_id in recovery.holders:
+        raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(member_id)}")
     if holding.round > recovery.latest:
         raise UnexpectedMessageError(
-            f"{group.call(seat)} says that it is in round {holding.round}, and {recovery.latest} is the latest that "
-            f"can have begun"
+            f"{group.call(member_id)} says that it is in round {holding.round}, and {recovery.latest} is the latest "
+            f"that can have begun"
         )
-    recovery.hear(seat, said(group, seat, holding, payload), now)
+    recovery.hear(member_id, said(group, member_id, holding, payload), now)
     advance(group, now, effects)
 
 
-def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
+def held(group: Group, member_id: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
     """Hand a fetched result on, behind what was asked for before; return False if it was not asked for."""
     recovery = group.recovery
     if recovery is None or message.version != recovery.version:
         return False
     place = message.key, message.slice
     source, wanted = recovery.asked.get(place, (-1, None))
-    if wanted is None or source != seat or place in recovery.came:
+    if wanted is None or source != member_id or place in recovery.came:
         return False  # asked for before another member was lost
     if payload is not None:
-        _check_held(group, recovery.holders[seat], seat, place, payload)
-    nonfinite = tuple(seat for seat, weight in enumerate(message.weights) if weight < 0)
+        _check_held(group, recovery.holders[member_id], member_id, place, payload)
+    nonfinite = tuple(member_id for member_id, weight in enumerate(message.weights) if weight < 0)
     result = Result(
         *place, message.weight, message.present, 1, False, False, message.without, message.weights, nonfinite=nonfinite
     )
@@ -131,10 +131,10 @@ def held(group: Group, seat: int, message: Held, payload: Buffer | None, effects
     return True
 
 
-def _check_held(group: Group, holder: Holder, seat: int, place: Place, payload: Buffer) -> None:
-    """Check a result that ``seat`` says once more: an error is its fault, and not that of the member that lacks it."""
+def _check_held(group: Group, holder: Holder, member_id: int, place: Place, payload: Buffer) -> None:
+    """Check a result that ``member_id`` says once more: an error is its fault, not that of the member that lacks it."""
     key, index = place
-    what = f"{group.describe(key)} as {group.call(seat)} holds it: slice {index}"
+    what = f"{group.describe(key)} as {group.call(member_id)} holds it: slice {index}"
     if key.stream != BUCKET or group.plan is None:
         due = holder.sizes.get(place, 0)
         if len(payload) != due:
@@ -170,7 +170,7 @@ def advance(group: Group, now: float, effects: Effects) -> None:
     if recovery is None:
         return
     if recovery.stage is Stage.COLLECTING:
-        if not recovery.draining and all(seat in recovery.holders for seat in group.members.present):
+        if not recovery.draining and all(member_id in recovery.holders for member_id in group.members.present):
             _previous(group, recovery, now, effects)
         return
     recovery.progress(now)
@@ -190,9 +190,11 @@ def overdue(group: Group, now: float, effects: Effects) -> None:
     if recovery is None or recovery.touched + group.order.timeout > now:
         return
     recovery.progress(now)
-    slow = [seat for seat in group.members.present if seat not in recovery.holders]
-    for seat in slow or sorted({source for place, (source, _) in recovery.asked.items() if place not in recovery.came}):
-        effects.report(left_out(group, seat, f"it did not say within {group.order.timeout:g} s what it holds"))
+    slow = [member_id for member_id in group.members.present if member_id not in recovery.holders]
+    for member_id in slow or sorted(
+        {source for place, (source, _) in recovery.asked.items() if place not in recovery.came}
+    ):
+        effects.report(left_out(group, member_id, f"it did not say within {group.order.timeout:g} s what it holds"))
 
 
 # ── stages ────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,21 +205,27 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
     present = _present_round(group, recovery)
     recovery.find_round(present)
     group.stragglers.begin_again()  # control says what holds of that when this round is known to it
-    ahead = [seat for seat, holder in holders.items() if holder.round > present]
+    ahead = [member_id for member_id, holder in holders.items() if holder.round > present]
     if ahead:
-        _leave_out(group, {seat: f"it is in round {holders[seat].round}, not in {present}" for seat in ahead}, effects)
+        _leave_out(
+            group,
+            {member_id: f"it is in round {holders[member_id].round}, not in {present}" for member_id in ahead},
+            effects,
+        )
         return
     most = MAX_SLICES if group.order.lateness is not None else 1
-    late = [seat for seat, holder in holders.items() if holder.round < present - most]
+    late = [member_id for member_id, holder in holders.items() if holder.round < present - most]
     if late:
-        _leave_out(group, {seat: f"it is in round {holders[seat].round} of {present}" for seat in late}, effects)
+        _leave_out(
+            group, {member_id: f"it is in round {holders[member_id].round} of {present}" for member_id in late}, effects
+        )
         return
     wanted: list[Wanted] = []
     for number in range(max(group.planned, min(holder.round for holder in holders.values())), present):
-        behind = [seat for seat, holder in holders.items() if holder.round <= number]
+        behind = [member_id for member_id, holder in holders.items() if holder.round <= number]
         for place in places(group, number, holders.values()):
-            lacking = tuple(seat for seat in behind if not holders[seat].has(State.HELD, place))
-            holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
+            lacking = tuple(member_id for member_id in behind if not holders[member_id].has(State.HELD, place))
+            holding = tuple(member_id for member_id in holders if holders[member_id].has(State.HELD, place))
             if lacking and not holding:
                 _leave_out(group, dict.fromkeys(lacking, f"no member has round {number} for it any more"), effects)
                 return
@@ -229,8 +237,8 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
 
 
 def _leave_out(group: Group, why: Mapping[int, str], effects: Effects) -> None:
-    for seat, what in why.items():
-        effects.report(left_out(group, seat, what))
+    for member_id, what in why.items():
+        effects.report(left_out(group, member_id, what))
 
 
 def _present_round(group: Group, recovery: Recovery) -> int:
@@ -250,7 +258,7 @@ def _present_round(group: Group, recovery: Recovery) -> int:
 
 
 def _tell(group: Group, recovery: Recovery, effects: Effects) -> None:
-    behind = tuple(seat for seat, holder in recovery.holders.items() if holder.round < recovery.round)
+    behind = tuple(member_id for member_id, holder in recovery.holders.items() if holder.round < recovery.round)
     recovery.enter(Stage.TOLD)
     effects.report(CaughtUp(group.order.group, recovery.round, behind))
 
@@ -260,16 +268,16 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
     recovery.enter(Stage.PRESENT)
     wanted: list[Wanted] = []
     for place in places(group, recovery.round, holders.values()):
-        holding = tuple(seat for seat in holders if holders[seat].has(State.HELD, place))
-        lacking = tuple(seat for seat in holders if seat not in holding)
+        holding = tuple(member_id for member_id in holders if holders[member_id].has(State.HELD, place))
+        lacking = tuple(member_id for member_id in holders if member_id not in holding)
         if holding and lacking:
             wanted.append(Wanted(place, lacking, holding))
     lost: set[ExchangeKey] = set()
     for place in sorted({p for holder in holders.values() for p in holder.loose()}):
-        lacking = tuple(seat for seat, holder in holders.items() if holder.has(State.LACKING, place))
-        holding = tuple(seat for seat, holder in holders.items() if holder.has(State.HELD, place))
+        lacking = tuple(member_id for member_id, holder in holders.items() if holder.has(State.LACKING, place))
+        holding = tuple(member_id for member_id, holder in holders.items() if holder.has(State.HELD, place))
         failed = any(holder.has_failed(place[0]) for holder in holders.values())
-        sizes = {holders[seat].sizes.get(place, 0) for seat in (*lacking, *holding)} - {0}
+        sizes = {holders[member_id].sizes.get(place, 0) for member_id in (*lacking, *holding)} - {0}
         if len(sizes) > 1:  # not all of them speak the truth: no member is given what another one makes up
             lost.add(place[0])
         elif holding and not failed:
@@ -279,8 +287,8 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
     recovery.want(wanted)
     for key in sorted(lost):  # the members that could take part in it are not there any more
         error = _why_not(group, recovery, key)
-        for seat in recovery.give_up(key):
-            say_failed(group, seat, key, error, effects)
+        for member_id in recovery.give_up(key):
+            say_failed(group, member_id, key, error, effects)
     advance(group, now, effects)
 
 
@@ -316,8 +324,8 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
             found[part] = settled
         if len(settled) == stop - start:
             done.append(part)
-            for seat in holders:
-                group.sequences.pass_over(seat, key)
+            for member_id in holders:
+                group.sequences.pass_over(member_id, key)
         elif settled:
             group.exchanges.settle(key, settled)
     for holder in holders.values():
@@ -327,8 +335,8 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
     failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
     group.exchanges.recall({key: _why_not(group, recovery, key) for key in failed})
     effects.report(Recovered(group.order.group, number))
-    for seat in holders:
-        effects.send(group.members.connections[seat], Standing(recovery.version, number))
+    for member_id in holders:
+        effects.send(group.members.connections[member_id], Standing(recovery.version, number))
     if found:
         assert group.plan is not None
         section = group.plan.section_of(next(iter(found))).number
@@ -348,8 +356,8 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
 def _close_again(group: Group, number: int, current: Round) -> None:
     """Note what members have given to round ``number``, some slices of which are settled, and which give no more."""
     key = ExchangeKey(BUCKET, number, 0)
-    for seat in group.participants(key):
-        if group.stragglers.is_closed(seat, key):
-            note_what_counted(group, number, current, seat)
+    for member_id in group.participants(key):
+        if group.stragglers.is_closed(member_id, key):
+            note_what_counted(group, number, current, member_id)
         for _ in current.done:
-            current.contributed(seat, group.full_buckets[current.section])
+            current.contributed(member_id, group.full_buckets[current.section])

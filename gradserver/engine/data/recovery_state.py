@@ -35,7 +35,7 @@ class Holder:
         default_factory=lambda: {state: defaultdict(set) for state in State}
     )
     weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
-    """Weights that counted in the slices of buckets that it holds, by seat."""
+    """Weights that counted in the slices of buckets that it holds, by member id."""
 
     sizes: dict[Place, int] = field(default_factory=dict)
     """Bytes of collectives' and transfers' results, by slice, if they have any."""
@@ -123,21 +123,21 @@ class Recovery:
     stage: Stage = Stage.COLLECTING
     round: int = 0
     holders: dict[int, Holder] = field(default_factory=dict)
-    """Inventory of each member, by seat."""
+    """Inventory of each member, by member id."""
     wanted: deque[Wanted] = field(default_factory=deque)
     asked: dict[Place, tuple[int, Wanted]] = field(default_factory=dict)
     """Results that are being fetched: the source of each, and the members that lack it."""
     came: dict[Place, tuple[Result, tuple[Buffer, ...]]] = field(default_factory=dict)
     """Fetched results that came before one in front of them: they are handed on in order."""
 
-    def hear(self, seat: int, holder: Holder, now: float) -> None:
-        """Take what ``seat`` has said."""
-        self.holders[seat] = holder
+    def hear(self, member_id: int, holder: Holder, now: float) -> None:
+        """Take what ``member_id`` has said."""
+        self.holders[member_id] = holder
         self.touched = now
 
-    def forget(self, seat: int) -> None:
-        """Forget what ``seat`` has said, and collect anew."""
-        self.holders.pop(seat, None)
+    def forget(self, member_id: int) -> None:
+        """Forget what ``member_id`` has said, and collect anew."""
+        self.holders.pop(member_id, None)
         self.start_again()
 
     def progress(self, now: float) -> None:
@@ -194,7 +194,7 @@ class Recovery:
     def give_up(self, key: ExchangeKey) -> list[int]:
         """Fetch no results of ``key``, which has failed, and return the members that lack some."""
         self.wanted = deque(wanted for wanted in self.wanted if wanted.place[0] != key)
-        return [seat for seat, holder in self.holders.items() if holder.give_up(key)]
+        return [member_id for member_id, holder in self.holders.items() if holder.give_up(key)]
 
     def start_again(self) -> None:
         """Collect anew: a member has gone, or has to say once more what it holds."""

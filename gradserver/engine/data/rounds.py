@@ -71,16 +71,16 @@ class Round:
     weights: dict[int, float] = field(default_factory=dict)
     last: int = -1
     cut: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of slices of each departed member that counted, by rank and bucket."""
+    """Number of slices of each departed member that counted, by member id and bucket."""
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of settled slices in which each counted, by seat and bucket; of such buckets that are done, of all slices.
-    A contribution that is not here either counted in full or is in no settled bucket."""
+    """Number of settled slices in which each counted, by member id and bucket; of such buckets that are done, of all
+    slices. A contribution that is not here either counted in full or is in no settled bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Times when the first slice came, and the latest one that ended a bucket, by rank."""
+    """Times when the first slice came, and the latest one that ended a bucket, by member id."""
     finished: int = 0
-    """Number of ranks that have given everything to all buckets."""
+    """Number of members that have given everything to all buckets."""
     given: dict[int, int] = field(default_factory=dict)
-    """Number of buckets to which each has given everything, by rank."""
+    """Number of buckets to which each has given everything, by member id."""
     quorum_at: float | None = None
     """Time since which a quorum waits for the others."""
     look_at: float | None = None
@@ -88,11 +88,11 @@ class Round:
     waited: float = 0.0
     """Seconds that it waited until the round was closed."""
     inputs: dict[int, int] = field(default_factory=dict)
-    """Digests of what was summed so far, by rank."""
+    """Digests of what was summed so far, by member id."""
     results: dict[int, int] = field(default_factory=dict)
     """Digests of what came out so far, by bucket."""
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
-    """Contributions that were not finite, by rank and bucket: number of slices, and the first element, or -1."""
+    """Contributions that were not finite, by member id and bucket: number of slices, and the first element, or -1."""
 
     def end_bucket(self, exchange: Exchange) -> None:
         """Note that a bucket was exchanged, and in how many of its slices each member counted."""
@@ -102,36 +102,36 @@ class Round:
         if exchange.counts_all():  # as in most rounds
             self.weights.update(exchange.weights)
             return
-        self.weights.update((rank, weight) for rank, weight in exchange.weights.items() if counted(rank))
-        for rank in exchange.cut:
-            self.cut[rank, part] = counted(rank)
+        self.weights.update((member_id, weight) for member_id, weight in exchange.weights.items() if counted(member_id))
+        for member_id in exchange.cut:
+            self.cut[member_id, part] = counted(member_id)
         if not exchange.settled:
             return
-        for seat in {*exchange.before, *exchange.weights}:  # settled slices, and those that were made anew
-            self.counted[seat, part] = counted(seat)
-            if seat not in exchange.weights:  # it departed before it had given anything anew
-                self.cut[seat, part] = counted(seat)
+        for member_id in {*exchange.before, *exchange.weights}:  # settled slices, and those that were made anew
+            self.counted[member_id, part] = counted(member_id)
+            if member_id not in exchange.weights:  # it departed before it had given anything anew
+                self.cut[member_id, part] = counted(member_id)
 
-    def cut_off(self, rank: int, part: int, slices: int) -> None:
-        """Note that ``rank`` gives no more. It counted in ``slices`` of a finished bucket, or as it is known."""
-        self.cut.setdefault((rank, part), self.counted.get((rank, part), slices))
+    def cut_off(self, member_id: int, part: int, slices: int) -> None:
+        """Note that ``member_id`` gives no more. It counted in ``slices`` of a finished bucket, or as it is known."""
+        self.cut.setdefault((member_id, part), self.counted.get((member_id, part), slices))
 
-    def take_settled(self, part: int, columns: Mapping[tuple[float, ...], int], seats: Collection[int]) -> None:
-        """Take over settled slices of bucket ``part``: ``columns`` of weights by seat, each with a number of slices.
+    def take_settled(self, part: int, columns: Mapping[tuple[float, ...], int], member_ids: Collection[int]) -> None:
+        """Take over settled slices of bucket ``part``: ``columns`` of weights, each with a number of slices.
 
-        The ``seats`` take part in the round. Others have departed: they count in these slices alone. A weight below 0
-        stands for a contribution that was not finite.
+        The ``member_ids`` take part in the round. Others have departed: they count in these slices alone. A weight
+        below 0 stands for a contribution that was not finite.
         """
-        self.counted.update({(seat, part): 0 for seat in seats})
+        self.counted.update({(member_id, part): 0 for member_id in member_ids})
         for weights, count in columns.items():
-            for seat, weight in enumerate(weights):
+            for member_id, weight in enumerate(weights):
                 if weight:
-                    self.counted[seat, part] = self.counted.get((seat, part), 0) + count
-                    self.weights[seat] = max(abs(weight), self.weights.get(seat, 0.0))
+                    self.counted[member_id, part] = self.counted.get((member_id, part), 0) + count
+                    self.weights[member_id] = max(abs(weight), self.weights.get(member_id, 0.0))
                 if weight < 0:
-                    self.not_finite(seat, part, -1, count)
+                    self.not_finite(member_id, part, -1, count)
         found = self.counted.items()
-        self.cut.update((which, slices) for which, slices in found if which[1] == part and which[0] not in seats)
+        self.cut.update((which, slices) for which, slices in found if which[1] == part and which[0] not in member_ids)
 
     def take_done(self, parts: Iterable[int], last: int) -> None:
         """Take over buckets that are settled as a whole; ``last`` stands for their last contributor."""
@@ -155,35 +155,35 @@ class Round:
         self.waited += now - (self.quorum_at or now)
         self.lose_quorum()
 
-    def contributed(self, rank: int, buckets: int) -> None:
-        """Note that ``rank`` has given everything to one bucket more, of so many ``buckets``."""
-        count = self.given.get(rank, 0) + 1
-        self.given[rank] = count
+    def contributed(self, member_id: int, buckets: int) -> None:
+        """Note that ``member_id`` has given everything to one bucket more, of so many ``buckets``."""
+        count = self.given.get(member_id, 0) + 1
+        self.given[member_id] = count
         if count == buckets:
             self.finished += 1
 
-    def arrived(self, rank: int, now: float) -> None:
-        """Note that a bucket's first or last slice came from ``rank``."""
-        first, _ = self.arrivals.get(rank, (now, now))
-        self.arrivals[rank] = first, now
+    def arrived(self, member_id: int, now: float) -> None:
+        """Note that a bucket's first or last slice came from ``member_id``."""
+        first, _ = self.arrivals.get(member_id, (now, now))
+        self.arrivals[member_id] = first, now
 
     def count(self, part: int, digests: Sequence[tuple[int, int]]) -> None:
         """Add the digests of some slices of bucket ``part``, which were combined."""
-        for rank, found in digests:
-            if rank == RESULT:
+        for member_id, found in digests:
+            if member_id == RESULT:
                 self.results[part] = self.results.get(part, 0) + found
             else:
-                self.inputs[rank] = self.inputs.get(rank, 0) + found
+                self.inputs[member_id] = self.inputs.get(member_id, 0) + found
 
-    def not_finite(self, rank: int, part: int, element: int, slices: int = 1) -> None:
-        """Note that ``rank`` gave a value that is not finite to bucket ``part``; ``element`` is the first, or -1."""
+    def not_finite(self, member_id: int, part: int, element: int, slices: int = 1) -> None:
+        """Note that ``member_id`` gave bucket ``part`` a value that is not finite; ``element`` is the first, or -1."""
         found = self.nonfinite = self.nonfinite or {}
-        before, first = found.get((rank, part), (0, element))
+        before, first = found.get((member_id, part), (0, element))
         known = [one for one in (first, element) if one >= 0]
-        found[rank, part] = before + slices, min(known, default=-1)
+        found[member_id, part] = before + slices, min(known, default=-1)
 
     def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
-        """Make its record. A member that counted may have had a seat that only members know of."""
+        """Make its record. A member that counted may have had an id that only members know of."""
         section = plan.section(self.section) if plan is not None else None
         parts = range(0) if section is None else section.parts
         world = max(world, 1 + max(self.weights, default=-1))
@@ -194,7 +194,7 @@ class Round:
             now,
             self.last,
             tuple(map(self.arrivals.get, range(world), repeat((self.opened, self.opened)))),
-            tuple([self.inputs.get(rank, 0) % MODULUS for rank in range(world)]) if self.hashed else (),
+            tuple([self.inputs.get(member_id, 0) % MODULUS for member_id in range(world)]) if self.hashed else (),
             tuple([self.results.get(part, 0) % MODULUS for part in parts]) if self.hashed else (),
             tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
             self.section,

@@ -32,18 +32,18 @@ class Sequences:
         """Go on behind ``place``."""
         self.due[sequence] = place + 1
 
-    def pass_over(self, rank: int, key: ExchangeKey) -> None:
-        """Take ``key`` as begun and ended by ``rank``: it was settled before a member began it here."""
-        self.due[sequence_of(rank, key)] = place_of(key) + 1
+    def pass_over(self, member_id: int, key: ExchangeKey) -> None:
+        """Take ``key`` as begun and ended by ``member_id``: it was settled before a member began it here."""
+        self.due[sequence_of(member_id, key)] = place_of(key) + 1
 
-    def is_past(self, rank: int, key: ExchangeKey) -> bool:
-        """Tell whether ``rank`` has begun ``key`` before."""
-        return place_of(key) < self.due.get(sequence_of(rank, key), 0)
+    def is_past(self, member_id: int, key: ExchangeKey) -> bool:
+        """Tell whether ``member_id`` has begun ``key`` before."""
+        return place_of(key) < self.due.get(sequence_of(member_id, key), 0)
 
-    def begin_transfers(self, rank: int) -> int:
-        """Count one more sequence of transfers of ``rank``, and return how many there are."""
-        self.transfers[rank] += 1
-        return self.transfers[rank]
+    def begin_transfers(self, member_id: int) -> int:
+        """Count one more sequence of transfers of ``member_id``, and return how many there are."""
+        self.transfers[member_id] += 1
+        return self.transfers[member_id]
 
     def begin_buckets(self, first_round: int) -> None:
         """Begin the sequences of buckets anew with ``first_round``, as there is another plan."""
@@ -54,9 +54,9 @@ class Sequences:
         """Go on with round ``number``, after members have said what they hold."""
         self.first_round = number
 
-    def hand_over(self, seat: int) -> None:
-        """Forget all that a predecessor in ``seat`` has begun."""
-        self.due = {sequence: due for sequence, due in self.due.items() if not _concerns(sequence, seat)}
+    def hand_over(self, member_id: int) -> None:
+        """Forget all that a predecessor with ``member_id`` has begun."""
+        self.due = {sequence: due for sequence, due in self.due.items() if not _concerns(sequence, member_id)}
         self.transfers = Counter(sequence[0] for sequence in self.due if sequence[1] == TRANSFER)
 
     def restart(self) -> None:
@@ -71,11 +71,11 @@ def place_of(key: ExchangeKey) -> int:
     return key.part * NUMBERS + key.number if key.stream == COLLECTIVE else key.number
 
 
-def sequence_of(rank: int, key: ExchangeKey) -> Sequence:
-    """Return the sequence of ``rank`` that ``key`` is in."""
-    return (rank, key.stream, 0 if key.stream == COLLECTIVE else key.part, key.source, key.target)
+def sequence_of(member_id: int, key: ExchangeKey) -> Sequence:
+    """Return the sequence of ``member_id`` that ``key`` is in."""
+    return (member_id, key.stream, 0 if key.stream == COLLECTIVE else key.part, key.source, key.target)
 
 
-def _concerns(sequence: Sequence, seat: int) -> bool:
-    rank, stream, _, source, target = sequence
-    return rank == seat or (stream == TRANSFER and seat in (source, target))
+def _concerns(sequence: Sequence, member_id: int) -> bool:
+    owner, stream, _, source, target = sequence
+    return owner == member_id or (stream == TRANSFER and member_id in (source, target))

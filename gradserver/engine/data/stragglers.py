@@ -19,20 +19,20 @@ class Stragglers:
 
     pace: Pace = field(default_factory=Pace)
     closed: dict[int, int] = field(default_factory=dict)
-    """The last round that was closed without it, by seat."""
+    """The last round that was closed without it, by member id."""
     quiet_until: float = -math.inf
     """Time at which people may be told again of a straggler."""
 
     latest: int = -1
     """The latest round that is complete here."""
 
-    def close(self, seat: int, number: int) -> None:
-        """Count nothing more that ``seat`` gives to rounds up to ``number``."""
-        self.closed[seat] = max(number, self.closed.get(seat, -1))
+    def close(self, member_id: int, number: int) -> None:
+        """Count nothing more that ``member_id`` gives to rounds up to ``number``."""
+        self.closed[member_id] = max(number, self.closed.get(member_id, -1))
 
-    def is_closed(self, seat: int, key: ExchangeKey) -> bool:
-        """Tell whether what ``seat`` gives to ``key`` does not count any more."""
-        return key.stream == BUCKET and key.number <= self.closed.get(seat, -1)
+    def is_closed(self, member_id: int, key: ExchangeKey) -> bool:
+        """Tell whether what ``member_id`` gives to ``key`` does not count any more."""
+        return key.stream == BUCKET and key.number <= self.closed.get(member_id, -1)
 
     @property
     def closed_round(self) -> int | None:
@@ -48,9 +48,9 @@ class Stragglers:
         """Forget which rounds were closed, as members are about to say in which round they are."""
         self.closed.clear()
 
-    def hand_over(self, seat: int) -> None:
-        """Give ``seat`` to a new member: nothing was closed without it."""
-        self.closed.pop(seat, None)
+    def hand_over(self, member_id: int) -> None:
+        """Give ``member_id`` to a new member: nothing was closed without it."""
+        self.closed.pop(member_id, None)
 
     def is_quiet(self, now: float) -> bool:
         """Tell whether people were told a short time ago."""

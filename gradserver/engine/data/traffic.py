@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradserver.engine.data.exchange import Exchange, Run
-from gradserver.engine.seats import Seats
+from gradserver.engine.identities import Identities
 from gradserver.protocol.errors import LimitExceededError
 from gradserver.protocol.exchange import Pool, pool_of
 from gradserver.protocol.limits import SLICE_BYTES
@@ -17,7 +17,7 @@ from gradserver.protocol.limits import SLICE_BYTES
 class Traffic:
     """Counters of one group."""
 
-    seats: Seats
+    identities: Identities
     credit: int
     """Bytes that a member may have in flight in each pool."""
     outstanding: Counter[tuple[int, Pool]] = field(default_factory=Counter)
@@ -26,25 +26,25 @@ class Traffic:
     bytes_out: int = 0
     slices: int = 0
 
-    def charge(self, exchange: Exchange, rank: int, run: Run) -> None:
-        """Let ``rank`` have more in flight. It may overdraw its credit by one slice, for its frontier."""
-        account = rank, pool_of(exchange.key, rank)
+    def charge(self, exchange: Exchange, member_id: int, run: Run) -> None:
+        """Let ``member_id`` have more in flight. It may overdraw its credit by one slice, for its frontier."""
+        account = member_id, pool_of(exchange.key, member_id)
         outstanding = self.outstanding[account] + exchange.cost(run)
         if outstanding > self.credit + SLICE_BYTES:
             raise LimitExceededError(
-                f"{self.seats.call(rank)} has {outstanding} bytes in flight, its credit is {self.credit}"
+                f"{self.identities.call(member_id)} has {outstanding} bytes in flight, its credit is {self.credit}"
             )
         self.outstanding[account] = outstanding
 
     def refund(self, exchange: Exchange, given: Iterable[tuple[int, Run]]) -> None:
         """Take slices off their givers' debts: they are answered, or never will be."""
         outstanding, key, cost = self.outstanding, exchange.key, exchange.cost
-        for rank, run in given:
-            outstanding[rank, pool_of(key, rank)] -= cost(run)
+        for member_id, run in given:
+            outstanding[member_id, pool_of(key, member_id)] -= cost(run)
 
-    def has_no_credit(self, rank: int) -> bool:
-        """Tell whether ``rank`` has used up its credit for buckets."""
-        return self.outstanding[rank, Pool.BUCKETS] > self.credit - SLICE_BYTES
+    def has_no_credit(self, member_id: int) -> bool:
+        """Tell whether ``member_id`` has used up its credit for buckets."""
+        return self.outstanding[member_id, Pool.BUCKETS] > self.credit - SLICE_BYTES
 
     def receive(self, nbytes: int) -> None:
         """Count bytes that came."""
@@ -58,14 +58,14 @@ class Traffic:
         """Count slices that have their results."""
         self.slices += slices
 
-    def hand_over(self, seat: int, exchanges: Iterable[Exchange]) -> None:
-        """Give ``seat`` to a new member, with the debt for what its predecessor gave to open ``exchanges``."""
+    def hand_over(self, member_id: int, exchanges: Iterable[Exchange]) -> None:
+        """Give ``member_id`` to a new member, with the debt for what its predecessor gave to open ``exchanges``."""
         for pool in Pool:
-            self.outstanding.pop((seat, pool), None)
+            self.outstanding.pop((member_id, pool), None)
         for exchange in exchanges:
-            for rank, run in exchange.unanswered() if exchange.failure is None else ():
-                if rank == seat:
-                    self.outstanding[seat, pool_of(exchange.key, seat)] += exchange.cost(run)
+            for giver, run in exchange.unanswered() if exchange.failure is None else ():
+                if giver == member_id:
+                    self.outstanding[member_id, pool_of(exchange.key, member_id)] += exchange.cost(run)
 
     def void(self) -> None:
         """Forget what is in flight: it is given once more."""
@@ -77,5 +77,5 @@ class Traffic:
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "slices": self.slices,
-            "outstanding": [sum(self.outstanding[rank, pool] for pool in Pool) for rank in range(world)],
+            "outstanding": [sum(self.outstanding[member_id, pool] for pool in Pool) for member_id in range(world)],
         }

@@ -66,7 +66,7 @@ class Oracle:
         self._shares = recount.shares(shards)
         self._whole = [share.layout.count for share in self._shares]
         self._books: dict[int, Book] = {}
-        self._seats: dict[int, list[tuple[int, str]]] = {}
+        self._attached: dict[int, list[tuple[int, str]]] = {}
         """Names of each member id in the ledger, with the round from which on each has it."""
         self._gaps: list[tuple[float, float]] = []
         self._full: list[float] = []
@@ -98,10 +98,10 @@ class Oracle:
                     self._say("lost", f"the group began again after round {self._newest}")
                 self._group_at = dated.clock
             case Epoch(_, _, number, members):
-                for seat, name in members:
-                    self._seats.setdefault(seat, [])
-                    if not self._seats[seat] or self._seats[seat][-1][1] != name:
-                        self._seats[seat].append((number, name))
+                for member_id, name in members:
+                    self._attached.setdefault(member_id, [])
+                    if not self._attached[member_id] or self._attached[member_id][-1][1] != name:
+                        self._attached[member_id].append((number, name))
             case Round(_, _, found):
                 self._take_round(found)
             case Gap(_, since):
@@ -286,14 +286,14 @@ class Oracle:
     def _audit_people(
         self, number: int, record: RoundRecord, people: People, accounts: Sequence[Account] | None
     ) -> None:
-        cut = {(seat, part): slices for seat, part, slices in record.cut}
-        departed = {seat for seat, _, _ in record.cut}
+        cut = {(member_id, part): slices for member_id, part, slices in record.cut}
+        departed = {member_id for member_id, _, _ in record.cut}
         parts = range(len(self._whole))
         said: dict[str, tuple[float, list[int]]] = {}
-        for seat, weight in enumerate(record.weights):
+        for member_id, weight in enumerate(record.weights):
             if weight > 0:
-                slices = [cut.get((seat, part), 0) for part in parts] if seat in departed else self._whole
-                said[self._name(seat, number)] = weight, slices
+                slices = [cut.get((member_id, part), 0) for part in parts] if member_id in departed else self._whole
+                said[self._name(member_id, number)] = weight, slices
         made = dict.fromkeys(people.sure, self._whole)
         if accounts is not None:
             made |= {name: slices for name in people.perhaps if any(slices := self._slices(name, accounts))}
@@ -332,15 +332,15 @@ class Oracle:
             for name in account.order:
                 _, _, row = case.given(name)
                 inputs[name] += recount.ledger_digest(row, case.part, case.share, account.cut.get(name))
-        for seat, weight in enumerate(record.weights):
-            name = self._name(seat, number)
-            if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[seat]:
+        for member_id, weight in enumerate(record.weights):
+            name = self._name(member_id, number)
+            if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[member_id]:
                 self._say("wrong", f"round {number}: what was summed of {name} is not its contribution")
 
-    def _name(self, seat: int, number: int) -> str:
+    def _name(self, member_id: int, number: int) -> str:
         # A learner contributes to one round before it is a member, and no other worker can have its member id then.
-        names = [name for since, name in self._seats.get(seat, ()) if since <= number + 1]
-        return names[-1] if names else f"member {seat}"
+        names = [name for since, name in self._attached.get(member_id, ()) if since <= number + 1]
+        return names[-1] if names else f"member {member_id}"
 
     def _was_full(self, start: float, stop: float) -> bool:
         """Return whether the disk was full at any time from ``start`` to ``stop``, so that records may be missing."""

@@ -10,7 +10,7 @@ from gradserver.protocol.messages import Join
 
 @dataclass(slots=True)
 class Applicant:
-    """A worker that joined a group which is not complete yet, or that has no seat for it."""
+    """A worker that joined a group which is not complete yet, or that has no place for it."""
 
     connection: int
     join: Join

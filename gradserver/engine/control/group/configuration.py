@@ -13,13 +13,13 @@ from gradserver.protocol.messages import Membership
 class Change:
     """A version of the membership that the shards in ``waiting`` do not go by yet.
 
-    When they do, members hear ``news``, or the learner in ``seat`` gets its Welcome.
+    When they do, members hear ``news``, or the learner with ``member_id`` gets its Welcome.
     """
 
     version: int
     waiting: set[int]
     news: Membership | None = None
-    seat: int = -1
+    member_id: int = -1
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class Configuration:
     version: int = 0
     changes: deque[Change] = field(default_factory=deque)
 
-    def change(self, shards: Iterable[int], news: Membership | None, seat: int) -> None:
+    def change(self, shards: Iterable[int], news: Membership | None, member_id: int) -> None:
         """Begin a version. When all ``shards`` go by it, members hear ``news``, or a learner gets its Welcome."""
         self.version += 1
-        self.changes.append(Change(self.version, set(shards), news, seat))
+        self.changes.append(Change(self.version, set(shards), news, member_id))
 
     def apply(self, shard: int, version: int) -> None:
         """Note that a shard goes by ``version``, and by all before it."""

@@ -23,7 +23,7 @@ from gradserver.engine.control.group.shards import DataShards
 from gradserver.engine.control.group.turns import Turns
 from gradserver.engine.control.quota import Account
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Departure, Newcomer, Seat
+from gradserver.engine.order_fields import Departure, Member, Newcomer
 from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
@@ -138,35 +138,38 @@ class Group:
         self,
         effects: Effects,
         news: Membership | None = None,
-        seat: int = -1,
+        member_id: int = -1,
         departed: tuple[Departure, ...] = (),
         steady: bool = False,
     ) -> None:
         """Have all data shards go by the membership as it is now.
 
-        When all do, members hear ``news`` of it, or the learner in ``seat`` gets its Welcome.
+        When all do, members hear ``news`` of it, or the learner with ``member_id`` gets its Welcome.
         """
-        self.configuration.change(self.shards.all, news, seat)
+        self.configuration.change(self.shards.all, news, member_id)
         if news is not None:
             self.members.recall(news)
         self.order(self.configured(departed, steady), effects)
 
     def configured(self, departed: tuple[Departure, ...] = (), steady: bool = False) -> Configure:
         """Return the membership as data shards are told of it. These have ``departed`` since the version before."""
-        names, first_rounds = self.members.seats.names, self.members.first_rounds
-        tokens = {seat: self.token(seat) if self.shards else "" for seat in self.early}
-        early = [Newcomer(seat, Seat(-1, names[seat]), tokens[seat], first_rounds[seat]) for seat in self.early]
-        learners = [learner.configured(seat) for seat, learner in self.learners.by_seat.items()]
+        names, first_rounds = self.members.identities.names, self.members.first_rounds
+        tokens = {member_id: self.token(member_id) if self.shards else "" for member_id in self.early}
+        early = [
+            Newcomer(member_id, Member(-1, names[member_id]), tokens[member_id], first_rounds[member_id])
+            for member_id in self.early
+        ]
+        learners = [learner.configured(member_id) for member_id, learner in self.learners.by_id.items()]
         version, epoch = self.configuration.version, self.members.epoch
-        present = self.members.seats.present
+        present = self.members.identities.present
         return Configure(self.name, version, epoch, present, (*early, *learners), departed, steady)
 
-    def token(self, seat: int) -> str:
-        """Return the token that the member in ``seat`` of a durable group shows when it comes back.
+    def token(self, member_id: int) -> str:
+        """Return the token that the member with ``member_id`` of a durable group shows when it comes back.
 
-        A member that had the seat before shows something else.
+        A member that had the id before shows something else.
         """
-        whose = f"{seat} {self.members.seats.names[seat]}"
+        whose = f"{member_id} {self.members.identities.names[member_id]}"
         return hmac.new(self.sessions.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
@@ -179,12 +182,12 @@ class Group:
     @property
     def begun(self) -> bool:
         """True if there is a member, or a learner that contributes already."""
-        return bool(self.members.by_seat) or bool(self.contributors)
+        return bool(self.members.by_id) or bool(self.contributors)
 
     @property
     def is_deserted(self) -> bool:
         """True if all members are without a connection."""
-        return bool(self.sessions.away) and len(self.sessions.away) == len(self.members.by_seat)
+        return bool(self.sessions.away) and len(self.sessions.away) == len(self.members.by_id)
 
     @property
     def is_durable(self) -> bool:
@@ -193,9 +196,9 @@ class Group:
 
     @property
     def contributors(self) -> list[int]:
-        """Seats of members, and of learners that contribute already."""
-        learners = self.learners.by_seat
-        return [*self.members.by_seat, *(seat for seat, one in learners.items() if one.stage is Stage.ENTERED)]
+        """Ids of members, and of learners that contribute already."""
+        learners = self.learners.by_id
+        return [*self.members.by_id, *(member_id for member_id, one in learners.items() if one.stage is Stage.ENTERED)]
 
     @property
     def early(self) -> tuple[int, ...]:
@@ -204,13 +207,13 @@ class Group:
 
     @property
     def entering(self) -> list[int]:
-        """Seats of members and learners that contribute to the open round as their first one."""
-        return sorted([*self.early, *(seat for seat, one in self.learners.by_seat.items() if one.entered)])
+        """Ids of members and learners that contribute to the open round as their first one."""
+        return sorted([*self.early, *(member_id for member_id, one in self.learners.by_id.items() if one.entered)])
 
     @property
     def next_count(self) -> int:
         """Number of members, and of learners that contribute to the next round."""
-        return len(self.members.by_seat) + sum(one.is_coming for one in self.learners.by_seat.values())
+        return len(self.members.by_id) + sum(one.is_coming for one in self.learners.by_id.values())
 
     @property
     def lacks_workers(self) -> bool:
@@ -220,40 +223,40 @@ class Group:
     @property
     def connections(self) -> list[int]:
         """Connections of all workers that are here."""
-        here = [seat.connection for seat in self.members.by_seat.values() if seat.connection >= 0]
-        inside = here + [one.connection for one in self.learners.by_seat.values()]
+        here = [member.connection for member in self.members.by_id.values() if member.connection >= 0]
+        inside = here + [one.connection for one in self.learners.by_id.values()]
         return inside + [one.connection for one in (*self.applicants.waiting, *self.learners.queue)]
 
-    def is_inside(self, seat: int) -> bool:
-        """Tell whether results may hold a contribution of ``seat``: it is a member, or was told that it contributes."""
-        learner = self.learners.by_seat.get(seat)
-        return seat in self.members.by_seat or (learner is not None and learner.entered)
+    def is_inside(self, member_id: int) -> bool:
+        """Tell whether results may hold what ``member_id`` gave: it is a member, or was told that it contributes."""
+        learner = self.learners.by_id.get(member_id)
+        return member_id in self.members.by_id or (learner is not None and learner.entered)
 
-    def connection_of(self, seat: int) -> int:
+    def connection_of(self, member_id: int) -> int:
         """Return the connection of a member or a learner; -1 if there is none."""
-        occupant = self.members.by_seat.get(seat) or self.learners.by_seat.get(seat)
+        occupant = self.members.by_id.get(member_id) or self.learners.by_id.get(member_id)
         return -1 if occupant is None else occupant.connection
 
-    def seat_of(self, connection: int) -> int:
-        """Return the seat of a member or a learner; -1 if it has none."""
-        for seats in (self.members.by_seat, self.learners.by_seat):
-            for seat, occupant in seats.items():
+    def member_id_of(self, connection: int) -> int:
+        """Return the id of a member or a learner; -1 if it has none."""
+        for member_ids in (self.members.by_id, self.learners.by_id):
+            for member_id, occupant in member_ids.items():
                 if occupant.connection == connection:
-                    return seat
+                    return member_id
         return -1
 
-    def call(self, seat: int) -> str:
+    def call(self, member_id: int) -> str:
         """Name a member in a text."""
-        return self.members.seats.call(seat)
+        return self.members.identities.call(member_id)
 
-    def calls(self, seats: Iterable[int]) -> str:
+    def calls(self, member_ids: Iterable[int]) -> str:
         """Name several members in a text."""
-        return self.members.calls(seats)
+        return self.members.calls(member_ids)
 
-    def left_out(self, seat: int, reason: str) -> LeftOutError:
+    def left_out(self, member_id: int, reason: str) -> LeftOutError:
         """Return what a member is told that the others go on without."""
         where = f"group {self.name!r} in round {self.rounds.number}: {reason}"
-        return self.members.seats.left_out(seat, where)
+        return self.members.identities.left_out(member_id, where)
 
     # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,33 +293,34 @@ class Group:
 
     def describe(self, now: float) -> dict[str, object]:
         """Return the group as plain JSON values. Ages are in seconds."""
-        policy, plan, seats = self.policy, self.plans.plan, self.members.seats
+        policy, plan, identities = self.policy, self.plans.plan, self.members.identities
         applicants = [*self.applicants.waiting, *self.learners.queue]
         waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
         return {
             "state": self.state.value,
-            "world_size": len(self.members.by_seat) if self.begun and policy.is_elastic else policy.maximum,
+            "world_size": len(self.members.by_id) if self.begun and policy.is_elastic else policy.maximum,
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,
             "round": self.rounds.number,
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
-                {"rank": seats.rank(seat), "name": seats.names[seat], "seat": seat} for seat in self.members.by_seat
+                {"rank": identities.rank(member_id), "name": identities.names[member_id], "seat": member_id}
+                for member_id in self.members.by_id
             ],
             "waiting": waiting,
-            "joining": [one.describe(seats.rank(seat)) for seat, one in self.learners.by_seat.items()],
+            "joining": [one.describe(identities.rank(member_id)) for member_id, one in self.learners.by_id.items()],
             "broken": self.broken.message if self.broken else None,
             "data": self.leases.positions.snapshot(),
             "last_round": _record(self.rounds.ledger[-1]) if self.rounds.ledger else None,
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
-            "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(seats.names)},
+            "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},
         }
 
     def validate(self) -> list[int]:
         """Raise AssertionError if an invariant does not hold. Return the connections of all workers that are here."""
-        members, applicants, connections = self.members.by_seat, self.applicants.waiting, self.connections
-        away, learners, proposals = self.sessions.away, self.learners.by_seat, self.plans.proposals
+        members, applicants, connections = self.members.by_id, self.applicants.waiting, self.connections
+        away, learners, proposals = self.sessions.away, self.learners.by_id, self.plans.proposals
         assert self.state is self.present_state(), f"{self.name} is stored as {self.state}"
         assert self.begun != bool(applicants), f"{self.name} is neither forming nor active"
         assert len(applicants) < self.members.world, f"{self.name} is complete and not active"
@@ -329,7 +333,7 @@ class Group:
         for learner in learners.values():
             assert learner.donor in {-1, *members}, f"{self.name} waits for a donor that is gone"
             learner.validate()
-        assert len(set(connections)) == len(connections), f"{self.name} seats a connection twice"
+        assert len(set(connections)) == len(connections), f"{self.name} has a connection twice"
         self.leases.positions.validate()
         return connections
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 from gradserver.engine.control.group.applicants import Applicant
-from gradserver.engine.order_fields import Newcomer, Seat
+from gradserver.engine.order_fields import Member, Newcomer
 from gradserver.protocol.limits import (
     MIB,
     STATE_ASK_SECONDS,
@@ -109,7 +109,7 @@ class Learner:
         agreed: hash of the group's plan, of which its own ones are sections.
         sections: numbers of these, in the order in which it has proposed them.
         number: number of the transfer in which it gets the state; 0 if there is none.
-        donor: seat of the member that sends the state; -1 when none has to any more.
+        donor: id of the member that sends the state; -1 when none has to any more.
         round: the first round that it contributes to, if that is settled.
         serves: True if it can send its state when it is a member.
         listens: True if it is sent results unasked meanwhile; otherwise the others wait for it.
@@ -208,14 +208,14 @@ class Learner:
         """True if it contributes to the next round, or the others wait for that."""
         return self.stage is Stage.ENTERED or (self.stage is Stage.RECEIVING and not self.listens)
 
-    def configured(self, seat: int) -> Newcomer:
+    def configured(self, member_id: int) -> Newcomer:
         """Return it as data shards are told of it."""
-        occupant = Seat(self.connection, self.join.name)
+        occupant = Member(self.connection, self.join.name)
         if self.is_coming:
-            return Newcomer(seat, occupant, self.token, first=self.round, transfer=self.number)
+            return Newcomer(member_id, occupant, self.token, first=self.round, transfer=self.number)
         if self.stage in (Stage.RECEIVING, Stage.READY):
-            return Newcomer(seat, occupant, self.token, listens=self.round, transfer=self.number)
-        return Newcomer(seat, occupant, self.token)
+            return Newcomer(member_id, occupant, self.token, listens=self.round, transfer=self.number)
+        return Newcomer(member_id, occupant, self.token)
 
     def validate(self) -> None:
         """Raise AssertionError if its stage is not that of its other fields."""
@@ -237,16 +237,16 @@ class Learners:
     """Learners of one group, and what serves them.
 
     Attributes:
-        by_seat: all of them.
-        queue: applicants that wait for a free seat.
+        by_id: all of them.
+        queue: applicants that wait for a free place.
         donors: members that can send their state, and how often each has.
-        vacant: epoch since which a seat is vacant.
+        vacant: epoch since which an id is free.
         transfers: number of states that were asked for so far.
         in_vain: names of learners that the others waited for in vain: how often, and when the last time was.
         waits_again: time from which on the others may wait for a learner once more.
     """
 
-    by_seat: dict[int, Learner] = field(default_factory=dict)
+    by_id: dict[int, Learner] = field(default_factory=dict)
     queue: list[Applicant] = field(default_factory=list)
     donors: Counter[int] = field(default_factory=Counter)
     vacant: dict[int, int] = field(default_factory=dict)
@@ -255,39 +255,39 @@ class Learners:
     waits_again: float = -math.inf
 
     def __bool__(self) -> bool:
-        return bool(self.by_seat)
+        return bool(self.by_id)
 
     @property
     def hearing(self) -> list[Learner]:
         """Learners that hear of each boundary, with which their patience begins anew."""
-        return [learner for learner in self.by_seat.values() if learner.stage not in (Stage.ADMITTED, Stage.WELCOME)]
+        return [learner for learner in self.by_id.values() if learner.stage not in (Stage.ADMITTED, Stage.WELCOME)]
 
     def wait(self, applicant: Applicant) -> None:
-        """Have an applicant wait for a seat."""
+        """Have an applicant wait for a place."""
         self.queue.append(applicant)
 
     def leave_queue(self, connection: int) -> None:
-        """Forget an applicant that waits for a seat."""
+        """Forget an applicant that waits for a place."""
         self.queue = [applicant for applicant in self.queue if applicant.connection != connection]
 
-    def admit(self, seat: int, learner: Learner) -> None:
-        """Give a seat to the worker that has waited for it."""
+    def admit(self, member_id: int, learner: Learner) -> None:
+        """Give a place to the worker that has waited for it."""
         self.leave_queue(learner.connection)
-        self.vacant.pop(seat, None)
-        self.by_seat[seat] = learner
+        self.vacant.pop(member_id, None)
+        self.by_id[member_id] = learner
 
     def next_transfer(self) -> int:
         """Return the number of a new transfer."""
         self.transfers += 1
         return self.transfers
 
-    def add_donor(self, seat: int) -> None:
+    def add_donor(self, member_id: int) -> None:
         """Note that a member can send its state."""
-        self.donors[seat] += 0
+        self.donors[member_id] += 0
 
-    def remove_donor(self, seat: int) -> None:
+    def remove_donor(self, member_id: int) -> None:
         """Note that a member cannot send its state."""
-        self.donors.pop(seat, None)
+        self.donors.pop(member_id, None)
 
     def count_donation(self, donor: int) -> None:
         """Note that a donor's turn is over: others come first the next time."""
@@ -299,22 +299,22 @@ class Learners:
         self.count_donation(donor)
         self.in_vain.pop(learner.join.name, None)
 
-    def promote(self, seat: int) -> None:
+    def promote(self, member_id: int) -> None:
         """Note that a learner is a member."""
-        learner = self.by_seat.pop(seat)
+        learner = self.by_id.pop(member_id)
         if learner.serves:
-            self.donors[seat] = max(self.donors.values(), default=0)
+            self.donors[member_id] = max(self.donors.values(), default=0)
 
-    def lose(self, seat: int, epoch: int) -> Learner:
-        """Forget a learner, whose seat is vacant since ``epoch``."""
-        self.vacant[seat] = epoch
-        return self.by_seat.pop(seat)
+    def lose(self, member_id: int, epoch: int) -> Learner:
+        """Forget a learner, whose id is free since ``epoch``."""
+        self.vacant[member_id] = epoch
+        return self.by_id.pop(member_id)
 
-    def lose_donor(self, seat: int, epoch: int) -> list[Learner]:
+    def lose_donor(self, member_id: int, epoch: int) -> list[Learner]:
         """Note that a member is gone. Return learners that were to get its state."""
-        self.donors.pop(seat, None)
-        self.vacant[seat] = epoch
-        return [learner for learner in self.by_seat.values() if learner.donor == seat]
+        self.donors.pop(member_id, None)
+        self.vacant[member_id] = epoch
+        return [learner for learner in self.by_id.values() if learner.donor == member_id]
 
     def wait_in_vain(self, learner: Learner, now: float) -> None:
         """Have the others wait for no learner for a while, if they have waited for this one."""

@@ -28,19 +28,19 @@ class Leases:
         """Go on with what an earlier coordinator has written down."""
         self.positions = positions
 
-    def ask_later(self, seat: int, question: Question, ranges: Ranges) -> None:
+    def ask_later(self, member_id: int, question: Question, ranges: Ranges) -> None:
         """Keep a question until the rounds before it are over."""
-        self.asked[question.name, seat] = question, ranges
+        self.asked[question.name, member_id] = question, ranges
 
     def due(self, number: int) -> Iterator[tuple[int, Question, Ranges]]:
         """Take out questions that can be answered, as the rounds before ``number`` are over."""
-        for (name, seat), (question, ranges) in list(self.asked.items()):
+        for (name, member_id), (question, ranges) in list(self.asked.items()):
             if question.round <= number:
-                del self.asked[name, seat]
-                yield seat, question, ranges
+                del self.asked[name, member_id]
+                yield member_id, question, ranges
 
-    def depart(self, seat: int) -> None:
+    def depart(self, member_id: int) -> None:
         """Give the samples of a member that is gone to the others."""
-        self.positions.depart(seat)
-        for key in [key for key in self.asked if key[1] == seat]:
+        self.positions.depart(member_id)
+        for key in [key for key in self.asked if key[1] == member_id]:
             del self.asked[key]

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from gradserver.engine.identities import Identities
 from gradserver.engine.journal_state import MAX_EPOCHS
-from gradserver.engine.order_fields import Seat
-from gradserver.engine.seats import Seats
+from gradserver.engine.order_fields import Member
 from gradserver.protocol.messages import Membership
 
 _MAX_TOLD: Final = 4000
@@ -24,18 +24,18 @@ class Members:
 
     Attributes:
         world: how many are, or may come to be, in the group.
-        by_seat: members that are there, in the order of their ids. One without a connection has -1.
-        seats: names by member id, and the ids of members that are there by rank.
+        by_id: members that are there, in the order of their ids. One without a connection has -1.
+        member_ids: names by member id, and the ids of members that are there by rank.
         epoch: number of the membership.
         founded: number by which data halves know the group: the first epoch, or the last generation.
-        founders: number of seats when the group began.
+        founders: number of ids when the group began.
         first_rounds: first round of each member that joined the running group.
         news: memberships that a member may not have heard of, up to the one in force.
     """
 
     world: int
-    by_seat: dict[int, Seat] = field(default_factory=dict)
-    seats: Seats = field(default_factory=lambda: Seats(()))
+    by_id: dict[int, Member] = field(default_factory=dict)
+    identities: Identities = field(default_factory=lambda: Identities(()))
     epoch: int = 0
     founded: int = 0
     founders: int = 0
@@ -44,47 +44,51 @@ class Members:
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────
 
-    def found(self, chosen: Mapping[int, Seat], epoch: int) -> None:
+    def found(self, chosen: Mapping[int, Member], epoch: int) -> None:
         """Make members of the founders."""
-        self.by_seat = dict(chosen)
+        self.by_id = dict(chosen)
         self.world = self.founders = max(chosen) + 1
-        self.seats = Seats(chosen[seat].name if seat in chosen else "" for seat in range(self.world))
+        self.identities = Identities(
+            chosen[member_id].name if member_id in chosen else "" for member_id in range(self.world)
+        )
         self.epoch = self.founded = epoch
 
     def restore(self, names: Mapping[int, str], present: Mapping[int, str], epoch: int) -> None:
         """Go on with the members of an earlier coordinator, all without a connection. Others had ``names``, too."""
         self.world = self.founders = max(names) + 1
-        self.seats = Seats(names.get(seat, "") for seat in range(self.world))  # some were nobody's yet
-        self.by_seat = {seat: Seat(-1, name) for seat, name in present.items()}
-        for seat in names:
-            if seat not in self.by_seat:
-                self.seats.depart(seat)
+        self.identities = Identities(
+            names.get(member_id, "") for member_id in range(self.world)
+        )  # some were nobody's yet
+        self.by_id = {member_id: Member(-1, name) for member_id, name in present.items()}
+        for member_id in names:
+            if member_id not in self.by_id:
+                self.identities.depart(member_id)
         self.epoch = self.founded = epoch
 
-    def admit(self, seat: int, name: str) -> None:
-        """Give a seat to a learner. It is no member yet."""
-        self.seats.admit(seat, name)
-        self.world = len(self.seats.names)
+    def admit(self, member_id: int, name: str) -> None:
+        """Give a place to a learner. It is no member yet."""
+        self.identities.admit(member_id, name)
+        self.world = len(self.identities.names)
 
-    def promote(self, entered: Mapping[int, Seat], number: int, epoch: int) -> str:
+    def promote(self, entered: Mapping[int, Member], number: int, epoch: int) -> str:
         """Make members of learners, whose first round is ``number``. Return a text that says so."""
-        self.by_seat = dict(sorted({**self.by_seat, **entered}.items()))
+        self.by_id = dict(sorted({**self.by_id, **entered}.items()))
         self.first_rounds |= dict.fromkeys(entered, number)
-        self.seats.reseat(tuple(self.by_seat))
+        self.identities.set_present(tuple(self.by_id))
         self.epoch = epoch
-        return f"{self.calls(entered)} joined in round {number}; {len(self.by_seat)} workers go on"
+        return f"{self.calls(entered)} joined in round {number}; {len(self.by_id)} workers go on"
 
-    def entered_in(self, number: int, seats: Iterable[int]) -> None:
+    def entered_in(self, number: int, member_ids: Iterable[int]) -> None:
         """Note that round ``number`` is the first one of these members alone."""
-        self.first_rounds = dict.fromkeys(seats, number)
+        self.first_rounds = dict.fromkeys(member_ids, number)
 
-    def lose(self, seat: int) -> None:
+    def lose(self, member_id: int) -> None:
         """Take note that a member is gone. Ranks stay what they are until `depart`."""
-        self.by_seat.pop(seat, None)
+        self.by_id.pop(member_id, None)
 
-    def depart(self, seat: int, epoch: int) -> None:
+    def depart(self, member_id: int, epoch: int) -> None:
         """Close the gap in the ranks that a member leaves, in a new epoch."""
-        self.seats.depart(seat)
+        self.identities.depart(member_id)
         self.epoch = epoch
 
     def begin_epoch(self, epoch: int) -> None:
@@ -95,9 +99,9 @@ class Members:
         """Have reports of shards from before a recovery count for nothing."""
         self.founded = generation
 
-    def connect(self, seat: int, connection: int) -> None:
+    def connect(self, member_id: int, connection: int) -> None:
         """Note the connection of a member, -1 for none."""
-        self.by_seat[seat] = Seat(connection, self.by_seat[seat].name)
+        self.by_id[member_id] = Member(connection, self.by_id[member_id].name)
 
     # ── news ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,18 +116,20 @@ class Members:
 
     def membership(self, reason: str, lost: bool, early: tuple[int, ...]) -> Membership:
         """Return the news of the present membership. The first round of ``early`` members is not over."""
-        first = max((self.first_rounds[seat] for seat in early), default=0)
+        first = max((self.first_rounds[member_id] for member_id in early), default=0)
         told = reason.encode(errors="replace")[:_MAX_TOLD].decode(errors="ignore")
-        return Membership(self.epoch, self.seats.present, self.seats.present_names(), told, lost, early, first)
+        return Membership(
+            self.epoch, self.identities.present, self.identities.present_names(), told, lost, early, first
+        )
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def early(self, number: int) -> tuple[int, ...]:
         """Return members whose first round is ``number`` or a later one: they are members since a recovery in it."""
-        return tuple(sorted(seat for seat in self.by_seat if self.first_rounds.get(seat, -1) >= number))
+        return tuple(sorted(member_id for member_id in self.by_id if self.first_rounds.get(member_id, -1) >= number))
 
-    def calls(self, seats: Iterable[int]) -> str:
+    def calls(self, member_ids: Iterable[int]) -> str:
         """Name several members in a text."""
-        called = [self.seats.call(seat) for seat in seats]
+        called = [self.identities.call(member_id) for member_id in member_ids]
         more = f" and {len(called) - _MOST_CALLED} more" if len(called) > _MOST_CALLED else ""
         return ", ".join(called[:_MOST_CALLED]) + more

@@ -52,13 +52,13 @@ class Plans:
         """True if a bucket of the plan travels with a loss."""
         return self.plan is not None and any(bucket.operation.is_lossy for bucket in self.plan.buckets)
 
-    def propose(self, seat: int, proposal: Proposal) -> None:
+    def propose(self, member_id: int, proposal: Proposal) -> None:
         """Take a member's proposal."""
-        self.proposals[seat] = proposal
+        self.proposals[member_id] = proposal
 
-    def withdraw(self, seat: int) -> None:
+    def withdraw(self, member_id: int) -> None:
         """Forget a member's proposal."""
-        self.proposals.pop(seat, None)
+        self.proposals.pop(member_id, None)
 
     def withdraw_all(self) -> None:
         """Forget all proposals."""
@@ -69,7 +69,9 @@ class Plans:
         """Return a member with the proposal of most, of several the lowest, and whether all have made it."""
         votes = Counter((proposal.plan.hash, proposal.beside) for proposal in self.proposals.values())
         leading = max(votes.values())
-        found = min(seat for seat, one in self.proposals.items() if votes[one.plan.hash, one.beside] == leading)
+        found = min(
+            member_id for member_id, one in self.proposals.items() if votes[one.plan.hash, one.beside] == leading
+        )
         return found, len(votes) == 1
 
     def await_shards(self, plan: Plan, shards: Iterable[int]) -> None:
@@ -98,17 +100,17 @@ class Plans:
         """Go on with the plan of an earlier coordinator."""
         self.plan, self.planned = plan, number
 
-    def note_known(self, seat: int, digest: str) -> None:
+    def note_known(self, member_id: int, digest: str) -> None:
         """Note the hash of the plan that a member goes by which is back."""
-        self.unaware.discard(seat)
+        self.unaware.discard(member_id)
         if self.plan is not None and self.plan.hash != digest:
-            self.unaware.add(seat)
+            self.unaware.add(member_id)
 
-    def tells(self, seat: int) -> None:
+    def tells(self, member_id: int) -> None:
         """Note that a member which did not know the plan is told it."""
-        self.unaware.discard(seat)
+        self.unaware.discard(member_id)
 
-    def depart(self, seat: int) -> None:
+    def depart(self, member_id: int) -> None:
         """Forget a member."""
-        self.withdraw(seat)
-        self.tells(seat)
+        self.withdraw(member_id)
+        self.tells(member_id)

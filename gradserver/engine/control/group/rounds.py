@@ -91,13 +91,13 @@ class Rounds:
         self.held = self.paused = None
         self.late.pop(number - MAX_CUTS, None)  # later ones may have to be closed again
 
-    def close_without(self, number: int, seats: Iterable[int]) -> None:
+    def close_without(self, number: int, member_ids: Iterable[int]) -> None:
         """Note members that the round is closed without."""
-        self.late.setdefault(number, set()).update(seats)
+        self.late.setdefault(number, set()).update(member_ids)
 
     def recall_late(self, number: int) -> set[int]:
         """Return members that round ``number`` was closed without. Later rounds have not begun after all."""
-        self.late = {one: seats for one, seats in self.late.items() if one <= number}
+        self.late = {one: member_ids for one, member_ids in self.late.items() if one <= number}
         return self.late.get(number, set())
 
     def restore(self, told: tuple[int, int], planned: int, last: RoundRecord | None) -> None:

@@ -24,34 +24,34 @@ class Sessions:
         """Make the group durable."""
         self.secret = secret
 
-    def detach(self, seat: int, until: float) -> None:
+    def detach(self, member_id: int, until: float) -> None:
         """Wait for a member that has lost its connection."""
-        self.away[seat] = until
+        self.away[member_id] = until
 
-    def detach_all(self, seats: Iterable[int], until: float) -> None:
+    def detach_all(self, member_ids: Iterable[int], until: float) -> None:
         """Wait for all members, as none of them is there."""
-        self.away = dict.fromkeys(seats, until)
+        self.away = dict.fromkeys(member_ids, until)
 
-    def attach(self, seat: int) -> None:
+    def attach(self, member_id: int) -> None:
         """Note that a member is back, or gone."""
-        self.away.pop(seat, None)
-        self.busy.pop(seat, None)
+        self.away.pop(member_id, None)
+        self.busy.pop(member_id, None)
 
     def hurry(self, until: float) -> None:
         """Wait until this time at most, as other members are there and wait as well."""
-        self.away = {seat: min(at, until) for seat, at in self.away.items()}
+        self.away = {member_id: min(at, until) for member_id, at in self.away.items()}
 
     def allow(self, until: float) -> None:
         """Wait until this time at least."""
-        self.away = {seat: max(at, until) for seat, at in self.away.items()}
+        self.away = {member_id: max(at, until) for member_id, at in self.away.items()}
 
     def overdue(self, now: float) -> list[int]:
         """Return members that should be back by now."""
-        return [seat for seat, until in self.away.items() if until <= now]
+        return [member_id for member_id, until in self.away.items() if until <= now]
 
-    def wait_for_busy(self, seat: int, since: float, until: float) -> bool:
+    def wait_for_busy(self, member_id: int, since: float, until: float) -> bool:
         """Wait on for a member with a running process. True if this is the first time."""
-        is_new = seat not in self.busy
-        self.busy[seat] = since
-        self.away[seat] = until
+        is_new = member_id not in self.busy
+        self.busy[member_id] = since
+        self.away[member_id] = until
         return is_new

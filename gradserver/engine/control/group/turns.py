@@ -10,23 +10,23 @@ from gradserver.protocol.messages import Follow, Opens, Steps
 
 @dataclass(slots=True)
 class Turn:
-    """A round that is open, or next. Members that said something first are seats."""
+    """A round that is open, or next. Members that said something first are named by id."""
 
     opens: Opens | None = None
     opener: int = -1
     steps: list[tuple[Steps, int]] = field(default_factory=list)
-    """Updates before it, each with the seat that said it first."""
+    """Updates before it, each with the member that said it first."""
 
-    def open(self, message: Opens, seat: int) -> tuple[Opens, int]:
-        """Note which module the round is of, if no member has said so. Return what was said first, and its seat."""
+    def open(self, message: Opens, member_id: int) -> tuple[Opens, int]:
+        """Note which module the round is of, if no member has said so. Return what was said first, and the member."""
         if self.opens is None:
-            self.opens, self.opener = message, seat
+            self.opens, self.opener = message, member_id
         return self.opens, self.opener
 
-    def step(self, message: Steps, seat: int) -> tuple[Steps, int]:
-        """Note an update before the round, if no member has said so. Return what was said first, and its seat."""
+    def step(self, message: Steps, member_id: int) -> tuple[Steps, int]:
+        """Note an update before the round, if no member has said so. Return what was said first, and the member."""
         if message.index == len(self.steps):
-            self.steps.append((message, seat))
+            self.steps.append((message, member_id))
         return self.steps[message.index]
 
 
@@ -36,7 +36,7 @@ class Turns:
 
     rounds: dict[int, Turn] = field(default_factory=dict)
     following: dict[int, Follow] = field(default_factory=dict)
-    """Question of each seat."""
+    """Question of each member."""
     conflict: OutOfStepError | None = None
     """Error of two members that say different things of one round."""
 
@@ -44,13 +44,13 @@ class Turns:
         """Return what was said of a round."""
         return self.rounds.setdefault(number, Turn())
 
-    def follow(self, seat: int, question: Follow) -> None:
+    def follow(self, member_id: int, question: Follow) -> None:
         """Keep the question of a member that follows."""
-        self.following[seat] = question
+        self.following[member_id] = question
 
-    def unfollow(self, seat: int) -> None:
+    def unfollow(self, member_id: int) -> None:
         """Forget the question of a member: it was answered, or the member is gone."""
-        self.following.pop(seat, None)
+        self.following.pop(member_id, None)
 
     def contradict(self, error: OutOfStepError) -> None:
         """Note that two members say different things of one round."""

@@ -1,10 +1,10 @@
-"""Seats: what members of an elastic group keep, and how ranks follow from them."""
+"""Members: what members of an elastic group keep, and how ranks follow from them."""
 
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from gradserver.engine.seats import Seats, in_order
+from gradserver.engine.identities import Identities, in_order
 from gradserver.protocol.messages import Join
 
 
@@ -16,27 +16,27 @@ def join(rank: int) -> Join:
 def test_ranks_are_dense_and_a_departure_does_not_change_the_order_of_the_others(
     count: int, data: st.DataObject
 ) -> None:
-    seats = Seats(f"w{seat}" for seat in range(count))
+    identities = Identities(f"w{member_id}" for member_id in range(count))
     here = list(range(count))
-    for seat in data.draw(st.permutations(here)):
-        assert [seats.rank(other) for other in here] == list(range(len(here)))
-        assert seats.present == tuple(here)
-        assert seats.present_names() == tuple(f"w{other}" for other in here)
-        here.remove(seat)
-        seats.depart(seat)
+    for member_id in data.draw(st.permutations(here)):
+        assert [identities.rank(other) for other in here] == list(range(len(here)))
+        assert identities.present == tuple(here)
+        assert identities.present_names() == tuple(f"w{other}" for other in here)
+        here.remove(member_id)
+        identities.depart(member_id)
 
 
 def test_a_departed_member_is_named_with_its_last_rank() -> None:
-    seats = Seats(["a", "b", "c"])
+    identities = Identities(["a", "b", "c"])
 
-    seats.depart(0)
-    seats.depart(2)
+    identities.depart(0)
+    identities.depart(2)
 
-    assert [seats.call(seat) for seat in range(3)] == ["'a' (rank 0)", "'b' (rank 0)", "'c' (rank 1)"]
+    assert [identities.call(member_id) for member_id in range(3)] == ["'a' (rank 0)", "'b' (rank 0)", "'c' (rank 1)"]
 
 
 def test_what_is_no_seat_is_its_own_rank() -> None:
-    assert [Seats(["a"]).rank(number) for number in (-1, 1, 1023)] == [-1, 1, 1023]
+    assert [Identities(["a"]).rank(number) for number in (-1, 1, 1023)] == [-1, 1, 1023]
 
 
 def test_workers_that_ask_for_ranks_sit_in_that_order_and_the_others_fill_the_gaps() -> None:
