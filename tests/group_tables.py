@@ -44,7 +44,7 @@ An event that no state above has, and what its sender is told.
 """
 _LEARNERS: Final = """## Learners
 
-A learner is a worker that joins the running group and has a member. Its stages are in a table of their own
+A learner is a worker that joins the running group and has a member id. Its stages are in a table of their own
 (`gradserver/engine/control/group/stages.py`). Nothing else changes a stage, and no stage changes a membership.
 """
 _STEPS: Final = """What becomes of each event in each stage: the first row counts whose condition holds.
@@ -68,7 +68,7 @@ ILLEGAL: Final[dict[tuple[State, type], str]] = {
 }
 """Pairs that cannot be, and what is said instead. A group that has ended is in no table: its name is free."""
 STAGES: Final = {
-    Stage.ADMITTED: "It has a member, and shards hear of it.",
+    Stage.ADMITTED: "It has a member id, and shards hear of it.",
     Stage.WELCOME: "It agrees on its plan.",
     Stage.WAITING: "It waits for the end of a round, and for a donor.",
     Stage.RECEIVING: "It gets the state. It listens meanwhile, or it is expected: the open round waits for it.",

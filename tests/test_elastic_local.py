@@ -214,7 +214,7 @@ def test_the_lowest_rank_names_lost_workers(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "gradserver"), LocalCluster(3, elastic=(1, 3)) as cluster:
         cluster.kill(0)
         wait_until(lambda: len(caplog.messages) >= 2, "it is said")
-        said = [record for record in caplog.records if record.name == "gradserver" and record.module == "session"]
+        said = [record for record in caplog.records if record.name == "gradserver" and record.module == "traffic"]
 
     assert said[0].levelno == logging.WARNING
     assert said[0].message.startswith("group 'local': 'worker-0' (rank 0) was lost in round 0 (")

@@ -164,7 +164,7 @@ def test_a_seat_is_not_its_former_members() -> None:
     group.harness.wait(1.0)
     for number, name in enumerate(["a", "b", "c", "d", "e"]):
         group.join(3 + number, name)
-    group.join(8, "last")  # all other members were used: it gets the member of the member that is away
+    group.join(8, "last")  # all other ids were used: it gets that of the member that is away
     member_ids = group.harness.engine.control.groups["default"].members.identities.names
     assert member_ids[2] == "last"
 

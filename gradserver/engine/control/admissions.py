@@ -34,7 +34,7 @@ def can_admit(group: Group) -> bool:
 
 
 def _name_for(group: Group, wanted: str) -> str:
-    """Return the name with which a worker called ``wanted`` may have a member now; an empty one if there is none."""
+    """Return the name with which a worker called ``wanted`` may have a member id now; an empty one if there is none."""
     taken, names = {*group.members.by_id, *group.learners.by_id}, group.members.identities.names
     if wanted not in {names[member_id] for member_id in taken}:
         return wanted if len(taken) < group.policy.maximum else ""

@@ -1,4 +1,4 @@
-"""Learners in control: workers that join a running group, from the time when they have a member.
+"""Learners in control: workers that join a running group, from the time when they have a member id.
 
 `gradserver.engine.control.group.stages` has the table of their stages. Here is what else their events come to.
 """

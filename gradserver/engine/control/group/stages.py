@@ -70,7 +70,7 @@ _GETS: Final = (RECEIVING,)
 _FREE: Final = Learner.end_transfer  # it is evicted, and not because the others have waited for it in vain
 ROWS: Final = (
     Row((ADMITTED,), Event.KNOWN, WELCOME, "Welcome."),
-    Row(LIVING[1:], Event.KNOWN, None, "Nothing: it was welcome when they knew the one in its member before."),
+    Row(LIVING[1:], Event.KNOWN, None, "Nothing: it was welcome when they knew the earlier one with its id."),
     Row((WELCOME,), Event.PROPOSE, None, "Agreed; or PlanMismatchError, and it proposes again.", "no proposal is open"),
     Row((WELCOME,), Event.ENTER, WAITING, "It waits for a donor.", "its plan is the group's"),
     Row(LIVING[2:], Event.ENTER, None, "Its patience begins anew."),
