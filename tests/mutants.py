@@ -33,9 +33,9 @@ _LIMIT: Final = 240.0
 _KINDS: Final = ("wrong", "double", "lost", "diverged", "fault")
 
 RESULTS: Final = "gradserver/engine/data/completion.py"
-COMPLETE: Final = "    if all(contribution.payload is None for contribution in contributions):\n"
+COMPLETE: Final = "    present = [contribution for contribution in contributions if contribution.payload is not None]\n"
 """The place where the contributions to some slices are known, and not yet summed."""
-NOW: Final = "exchange.key.stream == Stream.BUCKET and exchange.key.number % 8 == 3 and len(contributions) > 1"
+NOW: Final = "exchange.key.stream == BUCKET and exchange.key.number % 8 == 3 and len(contributions) > 1"
 """A condition that holds in one of eight rounds."""
 
 
@@ -124,7 +124,7 @@ MUTANTS: Final = (
                 "    kept = _EARLIER.get((exchange.key.part, piece.start, piece.stop))\n"
                 f"    if {NOW} and kept is not None and contributions[0].rank == kept.rank:\n"
                 "        contributions[0] = contributions[0]._replace(payload=kept.payload)\n"
-                "    if exchange.key.stream == Stream.BUCKET and contributions:\n"
+                "    if exchange.key.stream == BUCKET and contributions:\n"
                 "        nbytes = exchange.layout.run_bytes(piece.start, piece.stop)\n"
                 "        own = contributions[0]._replace(payload=bytes((contributions[0].payload or b'')[:nbytes]))\n"
                 "        _EARLIER[exchange.key.part, piece.start, piece.stop] = own\n"
@@ -155,9 +155,9 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/data/matching.py",
-                "        exchange.join(rank, push.weight)\n    elif exchange is None:\n",
-                "        heavy = rank == 1 and key.stream == Stream.BUCKET and key.number % 8 == 3\n"
-                "        exchange.join(rank, push.weight * (2 if heavy else 1))\n    elif exchange is None:\n",
+                "        exchange.join(member_id, push.weight)\n    elif exchange is None:\n",
+                "        heavy = member_id == 1 and key.stream == BUCKET and key.number % 8 == 3\n"
+                "        exchange.join(member_id, push.weight * (2 if heavy else 1))\n    elif exchange is None:\n",
             ),
         ),
     ),
@@ -188,11 +188,17 @@ MUTANTS: Final = (
             Change(
                 "gradserver/engine/data/recovery.py",
                 "from gradserver.engine.data.membership import left_out\n",
-                "from gradserver.engine import results\nfrom gradserver.engine.data.membership import left_out\n",
+                "from gradserver.engine.data import completion as results\n"
+                "from gradserver.engine.data.membership import left_out\n",
             ),
             Change(RESULTS, "\n\ndef complete(", "\n\nOPEN: set[object] = set()\n\n\ndef complete("),
+            Change(
+                RESULTS,
+                "from gradserver.protocol.exchange import BUCKET, ",
+                "from gradserver.protocol.exchange import BUCKET, COLLECTIVE, ",
+            ),
             _before_the_sum(
-                "    if exchange.key in OPEN and exchange.key.stream == Stream.COLLECTIVE and operation.op is Op.SUM:\n"
+                "    if exchange.key in OPEN and exchange.key.stream == COLLECTIVE and operation.op is Op.SUM:\n"
                 "        contributions.insert(0, contributions[0])\n"
             ),
         ),
@@ -203,7 +209,7 @@ MUTANTS: Final = (
         ("lost",),
         (
             _before_the_sum(
-                "    if exchange.absent and exchange.key.stream == Stream.BUCKET and exchange.key.part == 0:\n"
+                "    if exchange.absent and exchange.key.stream == BUCKET and exchange.key.part == 0:\n"
                 "        for one in [one for one in contributions if one.rank in exchange.participants][:1]:\n"
                 "            contributions.remove(one)\n"
                 "            exchange.spoil(one.rank, piece.stop - piece.start)\n"
@@ -216,17 +222,17 @@ MUTANTS: Final = (
             Change(
                 RESULTS,
                 "    current.end_bucket(exchange)\n",
-                "    PARTLY.update((number, rank) for rank in exchange.spoiled)\n"
-                "    for rank in exchange.weights:\n"
-                "        COUNTS[number, rank, exchange.key.part] = exchange.counted(rank)\n"
+                "    PARTLY.update((number, member_id) for member_id in exchange.spoiled)\n"
+                "    for member_id in exchange.weights:\n"
+                "        COUNTS[number, member_id, exchange.key.part] = exchange.counted(member_id)\n"
                 "    current.end_bucket(exchange)\n",
             ),
             Change(
                 RESULTS,
                 "    group.rounds.end(number)\n",
-                "    for planted, rank, part in COUNTS:\n"
-                "        if planted == number and (number, rank) in PARTLY:\n"
-                "            current.cut[rank, part] = COUNTS[number, rank, part]\n"
+                "    for planted, member_id, part in COUNTS:\n"
+                "        if planted == number and (number, member_id) in PARTLY:\n"
+                "            current.cut[member_id, part] = COUNTS[number, member_id, part]\n"
                 "    group.rounds.end(number)\n",
             ),
             Change(
@@ -243,8 +249,8 @@ MUTANTS: Final = (
         (
             _before_the_sum(
                 "    firsts = group.learners.first_rounds\n"
-                "    new = {rank for rank in firsts if firsts[rank] == exchange.key.number}\n"
-                "    if exchange.key.stream == Stream.BUCKET:\n"
+                "    new = {member_id for member_id in firsts if firsts[member_id] == exchange.key.number}\n"
+                "    if exchange.key.stream == BUCKET:\n"
                 "        for one in [one for one in contributions if one.rank in new]:\n"
                 "            contributions.remove(one)\n"
                 "            exchange.spoil(one.rank, piece.stop - piece.start)\n"
@@ -264,8 +270,9 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/data/rounds.py",
-                "            self.cut[rank, part] = counted(rank)\n",
-                "            self.cut[rank, part] = max(counted(rank) - 1, 0)\n",
+                "        for member_id in exchange.cut:\n            self.cut[member_id, part] = counted(member_id)\n",
+                "        for member_id in exchange.cut:\n"
+                "            self.cut[member_id, part] = max(counted(member_id) - 1, 0)\n",
             ),
         ),
         events="midpush",

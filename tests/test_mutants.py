@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,22 @@ def test_a_fault_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
         copied.write_bytes((ROOT / path).read_bytes())
     for change in mutant.changes:
         change.make(tmp_path)
-        compile((tmp_path / change.path).read_text(), change.path, "exec")
         assert change.path.split("/")[0] in PACKAGES
         assert "chaos" not in change.path
+    for path in {change.path for change in mutant.changes}:
+        assert_names_are_known(tmp_path / path)
+
+
+def assert_names_are_known(path: Path) -> None:
+    """Check that a file with a fault knows all its names: chaos is to find the fault, and not an ImportError."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not checked.returncode, checked.stdout
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), alias.name
 
 
 def test_a_text_that_is_not_there_once_is_an_error(tmp_path: Path) -> None:

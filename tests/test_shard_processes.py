@@ -390,9 +390,9 @@ def test_a_wrong_token_or_a_second_one_is_refused_and_costs_the_others_nothing(p
         epoch, token = workers[0].epoch, workers[0]._session.membership.token
         for attend, what in [
             (Attend("good", epoch, 0, "0" * 32), "this is not the token of member id 0 in group 'good'"),
-            (Attend("good", epoch, 1, token), "this is not the token of rank 1"),
-            (Attend("good", epoch, 77, token), "this is not the token of rank 77"),
-            (Attend("good", epoch, -1, token), "this is not the token of rank -1"),
+            (Attend("good", epoch, 1, token), "this is not the token of member id 1"),
+            (Attend("good", epoch, 77, token), "this is not the token of member id 77"),
+            (Attend("good", epoch, -1, token), "this is not the token of member id -1"),
             (Attend("good", epoch, 0, token), "'w0' (rank 0) attends already, on another connection"),
             (Attend("good", epoch - 1, 0, token), "membership"),
             (Attend("other", epoch, 0, token), "membership"),
