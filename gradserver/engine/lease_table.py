@@ -7,11 +7,11 @@ A position's life:
     LEFT   Claim                                             HELD   the lowest go first; no other gets them
     HELD   the same Claim again                              HELD   the same answer, that may have been lost
     HELD   Used in round n, which is not over                USED
-    HELD   Used in round n, which is over without it           HELD   it will count later … or LEFT, if it is dropped
+    HELD   Used in round n, which is over without it         HELD   it will count later … or LEFT, if it is dropped
     HELD   its holder departs                                LEFT
     USED   Used in round n again, without it                 HELD
-    USED   round n is over, and the member counted             DONE   marked, if it counted in some slices only
-    USED   round n is over without the member                  HELD   it will count later … or LEFT, if it is dropped
+    USED   round n is over, and the member counted           DONE   marked, if it counted in some slices only
+    USED   round n is over without the member                HELD   it will count later … or LEFT, if it is dropped
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
     DONE   all are, and a member claims of the next epoch    LEFT

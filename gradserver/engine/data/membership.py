@@ -4,7 +4,7 @@
 
     difference                     what changes
     ─────────────────────────────  ──────────────────────────────────────────────────────────────────────────────
-    a member in ``departed``         what its member or learner gave before counts; the rest goes on without it
+    a member in ``departed``       what its member or learner gave before counts; the rest goes on without it
     a newcomer with a new id       a learner, which takes part in nothing but the transfers of its state
     it has no ``first`` any more,  what was open goes on without it, and its state is sent no further
     … and does not listen
