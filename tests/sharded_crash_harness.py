@@ -531,6 +531,7 @@ class Sharded(Crashing):
     def hold_at(self, member: Spread, place: int) -> None:
         if member.version not in member.said.values():
             member.said_round = member.round
+            member.ended.pop(member.round, None)  # it is told again, and perhaps with a later epoch
         member.said[place] = member.version
         if place == 0:
             self.say_again(member)

@@ -272,6 +272,11 @@ def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str
     assert all(node.outcomes[3].error is None for node in group.nodes)
 
 
+@pytest.mark.parametrize("seed", [1014, 1058])
+def test_collectives_go_on_if_the_result_of_a_later_one_came_before_the_coordinator_was_lost(seed: int) -> None:
+    check(script(seed))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 def test_all_laws_hold_in_many_scripts(part: int) -> None:

@@ -100,8 +100,9 @@ def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchang
     """Begin ``key``, and return open exchanges before it that ``member_id`` will never contribute to.
 
     Numbers of a sequence come without gaps; that is how members' exchanges are matched. Of several shards not every one
-    has to do with every collective or transfer, so that at each of them there are gaps. But a member that has begun a
-    later one contributes nothing more to an earlier one, because it failed elsewhere.
+    has to do with every collective or transfer, so that at each of them there are gaps. After a recovery there are gaps
+    where a member has the whole result of one, and not of the one before. But a member that has begun a later one
+    contributes nothing more to an earlier one, because it failed elsewhere.
     """
     sequences, sequence, place = group.sequences, sequence_of(member_id, key), place_of(key)
     before = sequences.due.get(sequence)
@@ -110,7 +111,8 @@ def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchang
         due = max(due, group.stragglers.closed[member_id] + 1)
     begins_round = key.stream == COLLECTIVE and key.number == 0
     of_another = key.stream == BUCKET and group.plan is not None and group.plan.is_shared
-    skips = begins_round or of_another or (group.table.rates and key.stream != BUCKET)
+    may_lack_some = key.stream != BUCKET and (bool(group.table.rates) or sequences.restarted)
+    skips = begins_round or of_another or may_lack_some
     if place != due and not (skips and place > due):
         what = "round" if key.stream == BUCKET else "number"
         number = due % NUMBERS if key.stream == COLLECTIVE else due
@@ -118,7 +120,7 @@ def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchang
             f"{group.describe(key)} from {group.call(member_id)}: {what} {number} is due, {key.number} came"
         )
     sequences.advance(sequence, place)
-    if not group.table.rates or key.stream == BUCKET:
+    if not may_lack_some:
         return []
     return _abandoned(group, member_id, key, due if before is not None or not sequences.restarted else 0)
 
