@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-lowest chaos mutants docs check format clean
+.PHONY: help setup demo test test-long test-lowest chaos kills mutants docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -48,6 +48,9 @@ test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt
 chaos: $(STAMP) ## Disturb a group with one shard and one with three, for 40 s each, and recompute every round
 	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 $(CHAOS_ARGS)
 	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 40 --shards 3 --apart 4 $(CHAOS_ARGS)
+
+kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of group, and compare the weights
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills
 
 mutants: $(STAMP) ## Plant faults in copies of the product, and let chaos find each of them
 	$(BIN)/python -m tests.mutants

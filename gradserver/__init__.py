@@ -65,41 +65,41 @@ if TYPE_CHECKING:
         WorkerLostError as WorkerLostError,
     )
     from gradserver.protocol.messages import Membership as Membership
-    from gradserver.worker.batchnorm import (
+    from gradserver.worker.client import Worker as Worker
+    from gradserver.worker.data.ranges import DataRanges as DataRanges
+    from gradserver.worker.data.sampler import ShardSampler as ShardSampler
+    from gradserver.worker.data.sharding import shard_batches as shard_batches
+    from gradserver.worker.handle import Handle as Handle
+    from gradserver.worker.job.job import Job as Job
+    from gradserver.worker.torch_ddp.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
         convert_sync_batchnorm as convert_sync_batchnorm,
     )
-    from gradserver.worker.blocks import GradientExchange as GradientExchange
-    from gradserver.worker.client import Worker as Worker
-    from gradserver.worker.ddp import DistributedDataParallel as DistributedDataParallel
-    from gradserver.worker.flatten import (
+    from gradserver.worker.torch_ddp.blocks import GradientExchange as GradientExchange
+    from gradserver.worker.torch_ddp.ddp import DistributedDataParallel as DistributedDataParallel
+    from gradserver.worker.torch_ddp.flatten import (
         BlockShape as BlockShape,
         flatten as flatten,
         local_mean as local_mean,
         unflatten as unflatten,
     )
-    from gradserver.worker.handle import Handle as Handle
-    from gradserver.worker.job import Job as Job
-    from gradserver.worker.ranges import DataRanges as DataRanges
-    from gradserver.worker.sampler import ShardSampler as ShardSampler
-    from gradserver.worker.sharding import shard_batches as shard_batches
 
 _HOME = {
     "connect": "gradserver.alone",
     "Worker": "gradserver.worker.client",
     "Handle": "gradserver.worker.handle",
-    "DistributedDataParallel": "gradserver.worker.ddp",
-    "SyncBatchNorm": "gradserver.worker.batchnorm",
-    "convert_sync_batchnorm": "gradserver.worker.batchnorm",
-    "Job": "gradserver.worker.job",
-    "GradientExchange": "gradserver.worker.blocks",
-    "flatten": "gradserver.worker.flatten",
-    "unflatten": "gradserver.worker.flatten",
-    "local_mean": "gradserver.worker.flatten",
-    "BlockShape": "gradserver.worker.flatten",
-    "shard_batches": "gradserver.worker.sharding",
-    "DataRanges": "gradserver.worker.ranges",
-    "ShardSampler": "gradserver.worker.sampler",
+    "DistributedDataParallel": "gradserver.worker.torch_ddp.ddp",
+    "SyncBatchNorm": "gradserver.worker.torch_ddp.batchnorm",
+    "convert_sync_batchnorm": "gradserver.worker.torch_ddp.batchnorm",
+    "Job": "gradserver.worker.job.job",
+    "GradientExchange": "gradserver.worker.torch_ddp.blocks",
+    "flatten": "gradserver.worker.torch_ddp.flatten",
+    "unflatten": "gradserver.worker.torch_ddp.flatten",
+    "local_mean": "gradserver.worker.torch_ddp.flatten",
+    "BlockShape": "gradserver.worker.torch_ddp.flatten",
+    "shard_batches": "gradserver.worker.data.sharding",
+    "DataRanges": "gradserver.worker.data.ranges",
+    "ShardSampler": "gradserver.worker.data.sampler",
     "LocalCluster": "gradserver.local",
     "Membership": "gradserver.protocol.messages",
 }

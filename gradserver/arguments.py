@@ -44,6 +44,13 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
     return number(float, low, high, "a number of seconds", "{:g} to {:g}")
 
 
+def add_seconds(
+    parser: argparse._ActionsContainer, flag: str, low: float, high: float, text: str, default: float | None = None
+) -> None:
+    """Add an option that takes a number of seconds from ``low`` to ``high``, with ``text`` as its help."""
+    parser.add_argument(flag, type=seconds(low, high), default=default, metavar="S", help=text)
+
+
 def workers(text: str) -> Policy:
     """Parse the size of a group: N, or MIN:MAX or MIN: of an elastic one."""
     from gradserver.engine.policy import Policy

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 import gradserver
 from gradserver import serving
-from gradserver.arguments import number, seconds
-from gradserver.protocol.errors import GradServerError
+from gradserver.arguments import add_seconds, number
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
 
 
@@ -85,13 +85,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
         help=f"the coordinator's address (default {serving.DEFAULT_BIND})",
     )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
-    parser.add_argument(
-        "--interval",
-        type=seconds(0.05, 3600),
-        default=1.0,
-        metavar="S",
-        help="seconds over which rates are measured (default 1)",
-    )
+    add_seconds(parser, "--interval", 0.05, 3600, "seconds over which rates are measured (default 1)", 1.0)
     parser.set_defaults(run=_status)
 
 
@@ -152,6 +146,12 @@ def _ledger(arguments: argparse.Namespace) -> int:
     """Show the ledger of a coordinator with --state-dir: the contributions to each round, and what was slow and why."""
     from gradserver.ledger import command
 
+    parts = {"--round": arguments.round, "--from": arguments.first, "--to": arguments.last, "--group": arguments.group}
+    given = [flag for flag, value in parts.items() if value is not None]
+    asked = {"--export": arguments.export is not None, "--repair": arguments.repair, "--verify": arguments.verify}
+    whole = next((flag for flag, is_asked in asked.items() if is_asked), None)
+    if whole is not None and given and (whole, given) != ("--verify", ["--group"]):
+        raise InvalidArgumentError(f"{whole} takes all of the ledger: leave out {given[0]}")
     if arguments.export is not None:
         return command.export(arguments.path, arguments.export)
     if arguments.repair:

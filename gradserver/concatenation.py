@@ -27,7 +27,7 @@ def pass_on(command: Reduce) -> Outcome:
             try:
                 given.append(_parts(command, contribution.payload, count))
             except MalformedMessageError as error:
-                return Undecodable(contribution.rank, error)
+                return Undecodable(contribution.member_id, error)
     if kind in JOINED:
         joined = b"".join(parts[0] for parts in given)
         for target in command.targets:

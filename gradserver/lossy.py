@@ -47,33 +47,33 @@ _codecs = _Codecs()
 
 def reduce_lossy(command: Reduce) -> Outcome:
     """Compute the encoded mean of encoded contributions of float32, weighted as any other."""
-    rows, rank = list(command.contributions), -1
+    rows, member_id = list(command.contributions), -1
     if not rows:
         if (owed := _owed(command)) is not None:
             owed.keep(command.key.number)
         return Sifted(None, ())
     try:
         data: dict[int, Array] = {}
-        for rank, _, payload in rows:
+        for member_id, _, payload in rows:
             if payload is not None:
-                data[rank] = command.operation.codec.data_of(payload, command.numel)
+                data[member_id] = command.operation.codec.data_of(payload, command.numel)
     except ProtocolError as error:
-        return Undecodable(rank, error)
+        return Undecodable(member_id, error)
     findings: list[Finding] = []
     while True:
-        made = _reduce(command, [(one.rank, one.weight) for one in rows], data, False)
+        made = _reduce(command, [(one.member_id, one.weight) for one in rows], data, False)
         if made is not None:
             break
         if not command.spans:
             return _blame(command)
         bad = _findings(command, data)
         if not bad:
-            made = _reduce(command, [(one.rank, one.weight) for one in rows], data, True)
+            made = _reduce(command, [(one.member_id, one.weight) for one in rows], data, True)
             break
         findings += bad
-        for _, rank, _ in bad:
-            del data[rank]
-        rows = [one for one in rows if one.rank in data or one.payload is None]
+        for _, member_id, _ in bad:
+            del data[member_id]
+        rows = [one for one in rows if one.member_id in data or one.payload is None]
         if command.nonfinite is OnNonFinite.SKIP or not data:
             return Sifted(None, tuple(sorted(findings)))
     assert made is not None
@@ -88,17 +88,18 @@ def reduce_lossy(command: Reduce) -> Outcome:
 def _reduce(
     command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
 ) -> Array | Undecodable | None:
-    """Compute the encoded mean of ``data``, by rank, or return why there is none. Ranks without data count as zeros.
+    """Compute the encoded mean of ``data``, by member id, or return why there is none.
 
-    Returns None if the mean is not finite. With ``in_range`` no sum is larger than the largest contribution.
+    A member without data counts as zeros. Returns None if the mean is not finite. With ``in_range`` no sum is larger
+    than the largest contribution.
     """
     codec, guarded = command.operation.codec, command.nonfinite is not OnNonFinite.PROPAGATE
     weights = [weight for _, weight in shares]
     equal, divisor, scaled = (False, 1.0, shares_of(weights)) if in_range else weigh(weights)
     given = [
-        _Given(rank, None if equal else np.float32(weight), data[rank])
-        for (rank, _), weight in zip(shares, scaled, strict=True)
-        if rank in data
+        _Given(member_id, None if equal else np.float32(weight), data[member_id])
+        for (member_id, _), weight in zip(shares, scaled, strict=True)
+        if member_id in data
     ]
     if (owed := _owed(command)) is not None:
         owed.begin(command.key.number)
@@ -128,7 +129,7 @@ def _reduce(
 class _Given(NamedTuple):
     """Contribution with its bytes. The weight is None if all are equal."""
 
-    rank: int
+    member_id: int
     weight: np.float32 | None
     data: Array
 
@@ -139,8 +140,8 @@ def _hash(
     """Compute the digests of one block of every contribution, and of the result."""
     start, stop = command.first + elements.start, command.first + elements.stop
     for part, at in command.operation.codec.places(start, stop, command.operation.numel):
-        for rank, _, data in rows:
-            yield rank, digest(data[piece][part], digests.at + at)
+        for member_id, _, data in rows:
+            yield member_id, digest(data[piece][part], digests.at + at)
 
 
 class Owed:
@@ -202,14 +203,14 @@ def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: in
     """Write the weighed sum of one block of every contribution, in rank order, to ``total``."""
     if not given:
         total.fill(0)
-    for number, (rank, weight, data) in enumerate(given):
+    for number, (member_id, weight, data) in enumerate(given):
         try:
             if number:
                 codec.add_block(data[piece], total, weight, seed, _codecs.scratch)
                 continue
             codec.decode_block(data[piece], total, seed, _codecs.scratch)
         except ProtocolError as error:
-            return Undecodable(rank, error)
+            return Undecodable(member_id, error)
         if weight is not None:
             np.multiply(total, weight, out=total)
     return None
@@ -233,19 +234,19 @@ def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed:
 def _blame(command: Reduce) -> NonFinite:
     """Find the first contribution, in rank order, with an element that is not finite."""
     codec = command.operation.codec
-    for rank, _, payload in command.contributions:
+    for member_id, _, payload in command.contributions:
         if payload is None:
             continue
         element = _bad(command, codec.data_of(payload, command.numel))
         if element is not None:
-            return NonFinite(rank, element, "NaN or Inf", codec.family in EXACT_PLACE)
+            return NonFinite(member_id, element, "NaN or Inf", codec.family in EXACT_PLACE)
     return NonFinite(-1, 0, "Inf")
 
 
 def _findings(command: Reduce, data: Mapping[int, Array]) -> list[Finding]:
     """Find the contributions with elements that are not finite."""
-    found = [(rank, _bad(command, payload)) for rank, payload in data.items()]
-    return [Finding(command.slice, rank, element) for rank, element in found if element is not None]
+    found = [(member_id, _bad(command, payload)) for member_id, payload in data.items()]
+    return [Finding(command.slice, member_id, element) for member_id, element in found if element is not None]
 
 
 def _bad(command: Reduce, data: Array) -> int | None:

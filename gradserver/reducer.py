@@ -139,7 +139,6 @@ class _Spread:
 
 
 def _reduce_then(command: Reduce, later: Callable[[Outcome], None]) -> None:
-    outcome: Outcome
     try:
         outcome = reduce(command)
     except Exception as error:
@@ -195,7 +194,7 @@ class _Job:
         self._guarded = command.nonfinite is not PROPAGATE
         self._elements, self._stored = _types(self._dtype, self._op)
         numel = command.nbytes // self._stored.itemsize
-        self._ranks = [contribution.rank for contribution in command.contributions]
+        self._member_ids = [contribution.member_id for contribution in command.contributions]
         self._rows = [
             None if c.payload is None else np.frombuffer(c.payload, self._stored, numel) for c in command.contributions
         ]
@@ -203,14 +202,17 @@ class _Job:
         self._scale = weigh(self._weights)
         self.kept: Buffer | None = None
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
-        if command.keep:
-            kept = np.empty(command.nbytes, np.uint8)
-            self.kept = kept.data
-            self._targets.append(kept.view(self._stored))
         self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
         self.blocks = -(-numel // self._step)
-        self._digests = command.digests
-        self._first = command.first * self._dtype.itemsize
+        self._is_plain = self._stored == self._elements
+        self._parts = self._dtype.itemsize // self._stored.itemsize
+        self._total: Array | None = None  # memory for a sum in one block: the result's own, so that nothing is copied
+        if command.keep:
+            kept = np.empty(numel, self._stored)
+            self.kept = kept.view(np.uint8).data
+            self._targets.append(kept)
+            self._total = kept if self._is_plain and self.blocks == 1 else None
+        self._digests, self._first = command.digests, command.first * self._dtype.itemsize
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -219,7 +221,7 @@ class _Job:
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result to all targets, unless a value in it is not finite."""
         cut = slice(block * self._step, (block + 1) * self._step)
-        rows = [None if row is None else row[cut] for row in self._rows]
+        rows = self._rows if self.blocks == 1 else [None if row is None else row[cut] for row in self._rows]
         if self._op is _MEAN:
             result = self._mean(rows, self._scale)
             if result is None:
@@ -229,29 +231,30 @@ class _Job:
         else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
         if self._digests is not None:
-            self._hash(self._digests, cut.start, zip(self._ranks, rows, strict=True), result)
+            self._hash(self._digests, cut.start, zip(self._member_ids, rows, strict=True), result)
         for target in self._targets:
-            target[cut] = result
+            if target is not result:
+                target[cut] = result
         return None
 
     def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
         """Hash a part before the result is written, as a target may be where a contribution lies."""
         at = digests.at + self._first + start * self._stored.itemsize
-        hashed = [(rank, digest(row, at)) for rank, row in rows if row is not None]
+        hashed = [(member_id, digest(row, at)) for member_id, row in rows if row is not None]
         digests.found.extend([*hashed, (RESULT, digest(result, at))])
 
     def _mean(self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]]) -> Array | None:
         """Compute the mean of a block; None if it has elements that are not finite and must not have any."""
         equal, divisor, weights = scale
         given = [(weight, row) for weight, row in zip(weights, rows, strict=True) if row is not None]
+        first = given[0][1]
         if len(rows) == 1:  # its own mean, bit by bit; copied first, as a sharer could change it after the check
-            ((_, row),) = given
-            own = scratch(0, row.size, row.dtype)
-            own[:] = row
+            own = scratch(0, first.size, first.dtype)
+            own[:] = first
             return own if not self._guarded or is_finite(self._widen(own)) else None
-        values = [(weight, self._widen(row)) for weight, row in given]
+        values = given if self._is_plain else [(weight, self._widen(row)) for weight, row in given]
         first = values[0][1]
-        total = scratch(0, first.size, first.dtype)
+        total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
         if equal:
             if len(values) > 1:
                 np.add(first, values[1][1], out=total)
@@ -285,8 +288,7 @@ class _Job:
 
     def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
         """Find the first contribution to a block, in rank order, with an element that is not finite."""
-        per_element = self._dtype.itemsize // self._stored.itemsize
-        for rank, row in zip(self._ranks, rows, strict=True):
+        for member_id, row in zip(self._member_ids, rows, strict=True):
             if row is None:
                 continue
             values = self._widen(row)
@@ -294,12 +296,12 @@ class _Job:
             if bad.size:
                 value = values[bad[0]]
                 what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
-                return NonFinite(rank, (start + int(bad[0])) // per_element, what)
-        return NonFinite(-1, start // per_element, "Inf")
+                return NonFinite(member_id, (start + int(bad[0])) // self._parts, what)
+        return NonFinite(-1, start // self._parts, "Inf")
 
     def _widen(self, row: Array) -> Array:
         """Convert stored values to numbers to compute with: unchanged where the bits allow it, else a wider copy."""
-        if self._stored == self._elements:
+        if self._is_plain:
             return row
         if self._dtype.name == "complex32":
             return row.astype(np.float32).view(self._elements)
@@ -310,7 +312,7 @@ class _Job:
 
     def _narrow(self, values: Array) -> Array:
         """Convert numbers to the stored type, rounded to nearest."""
-        if self._stored == self._elements:
+        if self._is_plain:
             return values
         if self._dtype.name == "complex32":
             return values.view(np.float32).astype(np.float16)
@@ -326,6 +328,7 @@ class _Sieve(_Job):
 
     def __init__(self, command: Reduce) -> None:
         super().__init__(command)
+        self._total = None  # a mean is of one slice
         self._spans, self._slice = command.spans, command.slice
         self._skips = command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
@@ -337,8 +340,7 @@ class _Sieve(_Job):
 
     def combine(self, block: int) -> None:
         """Write one slice of the result to all targets, if there is one."""
-        per_element = self._dtype.itemsize // self._stored.itemsize
-        start, stop = (place * per_element for place in self._spans[block])
+        start, stop = (place * self._parts for place in self._spans[block])
         rows = {place: None if row is None else row[start:stop] for place, row in enumerate(self._rows)}
         result = self._mean(list(rows.values()), self._scale)
         while result is None:
@@ -346,14 +348,14 @@ class _Sieve(_Job):
             if not bad:
                 result = self._mean_in_range(rows)
                 break
-            found = [Finding(self._slice + block, self._ranks[p], (start + bad[p]) // per_element) for p in bad]
+            found = [Finding(self._slice + block, self._member_ids[p], (start + bad[p]) // self._parts) for p in bad]
             self._findings += found
             rows = {place: row for place, row in rows.items() if place not in bad}
             if self._skips or all(row is None for row in rows.values()):
                 return
             result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]))
         if self._digests is not None:
-            self._hash(self._digests, start, ((self._ranks[place], row) for place, row in rows.items()), result)
+            self._hash(self._digests, start, ((self._member_ids[place], row) for place, row in rows.items()), result)
         for target in self._targets:
             target[start:stop] = result
 
@@ -384,10 +386,8 @@ def _types(dtype: DType, op: Op) -> tuple[np.dtype[Any], np.dtype[Any]]:
     if op in (Op.NONE, Op.FIRST):  # bytes that are passed on
         return np.dtype(np.uint8), np.dtype(np.uint8)
     elements = _number_type(dtype, Op.SUM if op is Op.MEAN else op)
-    if dtype.name == "complex32":
-        return elements, np.dtype(np.float16)
-    if dtype.name == "bfloat16":
-        return elements, np.dtype(np.uint16)
+    if dtype.name in ("complex32", "bfloat16"):
+        return elements, np.dtype(np.float16 if dtype.kind == "c" else np.uint16)
     return elements, elements if dtype.kind == "c" else numpy_dtype(dtype)
 
 

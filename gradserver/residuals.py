@@ -1,10 +1,10 @@
 """Residuals of lossy codecs at the coordinator, kept in files so that the next coordinator has them.
 
-For each slice of a lossy bucket there are two slots, each with the number of the round that left it. Computing
-the result of round n reads the slot of the last round before n and writes the other one. The number of that slot is set
+For each slice of a lossy bucket there are two slots, each with the number of the round that left it. Computing the
+result of round n reads the slot of the last round before n and writes the other one. The number of that slot is set
 when it is complete, and before any member is sent the result. So whenever this process dies, the residual that the
-result of round n was computed from still exists: computed once more, the result has the same bits. If a member already
-has the result, the residual that it left exists too.
+result of round n was computed from still exists. A result that is computed once more has the same bits. If a member
+already has the result, the residual that it left exists too.
 
     file     number of the round plus one, or 0, of both slots of each slice (u64); then both slots of each (float32)
 

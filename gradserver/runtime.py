@@ -67,8 +67,8 @@ class Residuals(Protocol):
 class Runtime:
     """Runtime of a coordinator: feeds events to the engine and carries out its commands.
 
-    Safe to call from several threads: the engine runs under a lock, reductions and sends outside of it,
-    so that threads of a local cluster reduce in parallel. In the daemon one thread does all of it.
+    Safe to call from several threads. The engine runs under a lock, and reductions and sends run outside of it. So
+    threads of a local cluster reduce in parallel. In the daemon one thread does all of it, but for large reductions.
 
     Args:
         engine: the engine that decides.

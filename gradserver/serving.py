@@ -7,9 +7,9 @@ import dataclasses
 import gc
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from gradserver.arguments import ANY, names, number, quorum, seconds, size, sync, workers_of
+from gradserver.arguments import ANY, add_seconds, names, number, quorum, size, sync, workers_of
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import (
     JOURNAL_QUOTA_BYTES,
@@ -29,9 +29,16 @@ if TYPE_CHECKING:
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 _FOR_COORDINATORS: Final = (
     *("workers", "groups", "gather", "rejoin_for", "quorum", "grace", "backup", "late", "backlog", "state_timeout"),
-    *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite"),
+    *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite", "group"),
 )
 """Options that a data shard does not take."""
+_OF_LEDGERS: Final[dict[str, Any]] = {
+    "sync": 1.0,
+    "ledger_keep": 1024 * MIB,
+    "ledger_hashes": "on",
+    "journal_quota": JOURNAL_QUOTA_BYTES,
+}
+"""Options that require --state-dir, and their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +75,6 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--group",
-        default="default",
         metavar="NAME",
         help="group that --workers applies to if it names none (default: default)",
     )
@@ -79,20 +85,14 @@ def _add_groups(parser: argparse._ArgumentGroup) -> None:
         help="serve only groups of these names; `any` allows every name "
         "(default: the groups of --workers; without --workers, any)",
     )
-    parser.add_argument(
-        "--gather",
-        type=seconds(0, 3600),
-        metavar="S",
-        help="seconds that an elastic group waits for more than MIN workers before it begins (default 2)",
-    )
-    parser.add_argument(
-        "--rejoin-for",
-        type=number(float, 0, 86_400, "a number of seconds", "{:g} to {:g}"),
-        metavar="S",
-        help="seconds that a group with fewer than MIN workers waits, between two rounds, for the lost worker or for "
+    text = "seconds that an elastic group waits for more than MIN workers before it begins (default 2)"
+    add_seconds(parser, "--gather", 0, 3600, text)
+    text = (
+        "seconds that a group with fewer than MIN workers waits, between two rounds, for the lost worker or for "
         "another one to join with the state of a member. With 0 it ends at once, with an error that names the worker "
-        "(default: 0 for --workers N; for MIN:MAX the longest timeout of its workers)",
+        "(default: 0 for --workers N; for MIN:MAX the longest timeout of its workers)"
     )
+    add_seconds(parser, "--rejoin-for", 0, 86_400, text)
 
 
 def _add_nonfinite(parser: argparse.ArgumentParser) -> None:
@@ -114,11 +114,8 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
         help="close a round when Q workers, or P percent of those present, have contributed everything and the "
         "stragglers have had their grace period (default: wait for all)",
     )
-    parser.add_argument(
-        "--grace",
-        type=seconds(0, 3600),
-        metavar="S",
-        help="with --quorum: shortest grace period of stragglers, in seconds (default 0.5)",
+    add_seconds(
+        parser, "--grace", 0, 3600, "with --quorum: shortest grace period of stragglers, in seconds (default 0.5)"
     )
     parser.add_argument(
         "--backup",
@@ -139,13 +136,11 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
         help="limit of the MiB of unread results, of each member. Above it a member is left out, and the others "
         "wait for a learner; with 0 they always wait for learners (default 64)",
     )
-    parser.add_argument(
-        "--state-timeout",
-        type=seconds(1, 86_400),
-        metavar="S",
-        help="seconds that the members wait at most while a learner receives the state from its donor; for the "
-        "first byte it waits eight times as long (default 120)",
+    text = (
+        "seconds that the members wait at most while a learner receives the state from its donor; they "
+        "wait for the first byte an eighth of that time (default 120)"
     )
+    add_seconds(parser, "--state-timeout", 1, 86_400, text)
     parser.add_argument(
         "--state-rate",
         type=number(float, 0.001, 1e6, "a number of MiB", "{:g} to {:g}"),
@@ -156,28 +151,18 @@ def _add_lateness(parser: argparse._ArgumentGroup) -> None:
 
 
 def _add_silence(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument(
-        "--dead-after",
-        type=seconds(0.5, 3600),
-        default=1.0,
-        metavar="S",
-        help="seconds from the break of a connection until its worker is lost (default 1)",
+    text = "seconds from the break of a connection until its worker is lost (default 1)"
+    add_seconds(parser, "--dead-after", 0.5, 3600, text, 1.0)
+    text = (
+        "seconds of silence after which a worker is lost, as it is frozen or unreachable; a worker that computes "
+        "is not silent (default 3)"
     )
-    parser.add_argument(
-        "--frozen-after",
-        type=seconds(0.5, 3600),
-        default=3.0,
-        metavar="S",
-        help="seconds of silence after which a worker is lost, as it is frozen or unreachable; a worker that computes "
-        "is not silent (default 3)",
+    add_seconds(parser, "--frozen-after", 0.5, 3600, text, 3.0)
+    text = (
+        "seconds that a group waits for a worker that is alive but busy with validation, compilation or a "
+        f"checkpoint (default {ROUND_TIMEOUT:g})"
     )
-    parser.add_argument(
-        "--round-timeout",
-        type=seconds(0.5, MAX_TIMEOUT),
-        metavar="S",
-        help="seconds that a group waits for a worker that is alive but busy with validation, compilation or a "
-        f"checkpoint (default {ROUND_TIMEOUT:g})",
-    )
+    add_seconds(parser, "--round-timeout", 0.5, MAX_TIMEOUT, text)
 
 
 def _add_shards(parser: argparse._ArgumentGroup) -> None:
@@ -200,13 +185,8 @@ def _add_shards(parser: argparse._ArgumentGroup) -> None:
         help="run a data shard of the coordinator at URL instead of a coordinator. The coordinator must allow it "
         "(--allow-shards). --bind is then by default a free port of the address that reaches the coordinator",
     )
-    parser.add_argument(
-        "--reconnect",
-        type=seconds(0, 3600),
-        metavar="S",
-        help="with --join: seconds to wait until a lost coordinator with --state-dir has been started again "
-        "(default 60)",
-    )
+    text = "with --join: seconds to wait until a lost coordinator with --state-dir has been started again (default 60)"
+    add_seconds(parser, "--reconnect", 0, 3600, text)
     parser.add_argument(
         "--rate",
         type=number(float, 0, MAX_RATE, "a rate in Gbit/s", "{:g} to {:g}"),
@@ -227,21 +207,21 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--ledger-hashes",
         choices=("on", "off"),
-        default="on",
+        default=argparse.SUPPRESS,
         help="write digests of contributions and results to the ledger, of every round or of as many rounds as take "
         "2 %% of the time (default on)",
     )
     parser.add_argument(
         "--ledger-keep",
         type=size,
-        default=1024 * MIB,
+        default=argparse.SUPPRESS,
         metavar="SIZE",
         help="limit of the ledger's size, such as 500MiB or 2GiB; above it the oldest files are deleted (default 1GiB)",
     )
     parser.add_argument(
         "--journal-quota",
         type=size,
-        default=JOURNAL_QUOTA_BYTES,
+        default=argparse.SUPPRESS,
         metavar="SIZE",
         help="limit of what one group writes to the ledger in an hour by joins, departures, plans and leases. Above it "
         "the coordinator refuses such requests. Rounds do not count; 0KiB is no limit (default 256MiB)",
@@ -249,7 +229,7 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--sync",
         type=sync,
-        default=1.0,
+        default=argparse.SUPPRESS,
         metavar="none|SECONDS|round",
         help="flush the ledger to disk never, at this interval, or behind every round. A power failure loses what was "
         "not flushed; the death of the coordinator alone loses nothing (default 1 second)",
@@ -275,11 +255,10 @@ def _serve_shard(arguments: argparse.Namespace, patience: Patience) -> int:
     from gradserver.daemon import serve_shard
     from gradserver.engine.policy import RECONNECT_SECONDS
 
-    for option in _FOR_COORDINATORS:
-        if getattr(arguments, option) not in (None, False):
-            raise InvalidArgumentError(
-                f"--{option.replace('_', '-')} is an option of coordinators, not of data shards (--join)"
-            )
+    for option in (*_FOR_COORDINATORS, *_OF_LEDGERS):
+        value = getattr(arguments, option, False)
+        if value is not False and (value is not None or option in _OF_LEDGERS):
+            raise InvalidArgumentError(f"{_flag(option)} is an option of coordinators, not of data shards (--join)")
     if arguments.shards != 1:
         raise InvalidArgumentError(
             "--shards is an option of coordinators: run `gradserver serve --join` once for each data shard"
@@ -296,11 +275,14 @@ def _serve(arguments: argparse.Namespace, patience: Patience) -> int:
 
     if arguments.reconnect is not None:
         raise InvalidArgumentError("--reconnect is an option of data shards: it requires --join")
+    given = {option: getattr(arguments, option) for option in _OF_LEDGERS if option in arguments}
     ledger = None
     if arguments.state_dir is not None:
-        hashes = arguments.ledger_hashes == "on"
-        sizes = arguments.ledger_keep, hashes, arguments.journal_quota
-        ledger = Ledger(Path(arguments.state_dir), arguments.sync, *sizes)
+        told = {**_OF_LEDGERS, **given}
+        sizes = told["ledger_keep"], told["ledger_hashes"] == "on", told["journal_quota"]
+        ledger = Ledger(Path(arguments.state_dir), told["sync"], *sizes)
+    elif given:
+        raise InvalidArgumentError(f"{_flag(next(iter(given)))} needs a directory for the ledger: give --state-dir")
     return serve(
         arguments.bind or DEFAULT_BIND,
         _worlds(arguments),
@@ -334,10 +316,12 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Policy]:
     """Collect what --workers says of each group."""
     told: dict[str, Policy] = {}
     for name, policy in arguments.workers or ():
-        group = name or arguments.group
+        group = name or arguments.group or "default"
         if group in told:
             raise InvalidArgumentError(f"--workers has group {group!r} twice: name another group, as NAME=MIN:MAX")
         told[group] = policy
+    if arguments.group is not None and arguments.group not in told:
+        raise InvalidArgumentError("--group needs the number of workers in the group: give --workers without a name")
     return told
 
 
@@ -352,7 +336,7 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
         raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):
         if not sizes and getattr(arguments, option) is not None:
-            raise InvalidArgumentError(f"--{option.replace('_', '-')} needs the number of workers: give --workers")
+            raise InvalidArgumentError(f"{_flag(option)} needs the number of workers: give --workers")
     return {name: _policy(arguments, size, lateness) for name, size in sizes.items()}
 
 
@@ -367,6 +351,11 @@ def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | No
     }
     given = {name: value for name, value in told.items() if value is not None}
     return dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, **given)
+
+
+def _flag(option: str) -> str:
+    """Return ``option`` as it is written on the command line."""
+    return f"--{option.replace('_', '-')}"
 
 
 def _mebibytes(text: str) -> int:

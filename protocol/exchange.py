@@ -77,10 +77,10 @@ _POOLS: Final = (Pool.BUCKETS, Pool.COLLECTIVES)
 """Pools of the streams that have one for all members."""
 
 
-def pool_of(key: ExchangeKey, rank: int) -> Pool:
-    """Return the pool that ``rank`` draws on to take part in ``key``."""
+def pool_of(key: ExchangeKey, member_id: int) -> Pool:
+    """Return the pool that ``member_id`` draws on to take part in ``key``."""
     if key.stream == TRANSFER:
-        return Pool.SENDS if rank == key.source else Pool.RECEIVES
+        return Pool.SENDS if member_id == key.source else Pool.RECEIVES
     return _POOLS[key.stream]
 
 
@@ -129,7 +129,7 @@ class Operation:
         op: how contributions are reduced; NONE where nothing is.
         dtype: element type.
         numel: elements that one participant gives (in REDUCE_SCATTER, SCATTER and ALL_TO_ALL: to all together).
-        root: the rank that broadcasts, scatters, or gathers; -1 elsewhere.
+        root: member id of the one that broadcasts, scatters, or gathers; -1 elsewhere.
         codec: how float32 travels, there and back.
     """
 
@@ -224,10 +224,13 @@ class Layout:
     parts: int = 1
     _alone: int = field(init=False, compare=False, repr=False)
     """Bytes of the only slice, as of most tensors; -1 if there are others, or the codec says how many."""
+    _cost_alone: int = field(init=False, compare=False, repr=False)
+    """Credit of that slice; -1 likewise."""
 
     def __post_init__(self) -> None:
         alone = self.numel * self.itemsize if self.count == 1 and self.codec is EXACT else -1
         object.__setattr__(self, "_alone", alone)
+        object.__setattr__(self, "_cost_alone", max(alone * self.replies, MIN_SLICE_COST) if alone >= 0 else -1)
 
     def span(self, index: int) -> tuple[int, int]:
         """Return the first element of slice ``index``, and the one behind its last."""
@@ -267,7 +270,7 @@ class Layout:
 
     def cost(self, index: int) -> int:
         """Return the credit, in bytes, of slice ``index`` from push to result: the larger of the two."""
-        return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
+        return self._cost_alone if self._cost_alone >= 0 else max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
 
     def run_cost(self, start: int, stop: int, shared: bool, first: int = 0) -> int:
         """Return the credit for the slices from ``start`` up to ``stop``; shared memory needs next to none.
@@ -277,8 +280,7 @@ class Layout:
         if shared:
             return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == first else 0)
         if stop - start == 1:  # by far the most frequent
-            cost = (self._alone if self._alone >= 0 else self.nbytes(start)) * self.replies
-            return cost if cost > MIN_SLICE_COST else MIN_SLICE_COST
+            return self._cost_alone if self._cost_alone >= 0 else self.cost(start)
         return sum(self.cost(index) for index in range(start, stop))
 
 
@@ -352,33 +354,33 @@ _GIVEN_BY_SOME: Final = frozenset({Kind.BROADCAST, Kind.SCATTER, Kind.TRANSFER, 
 _SENT_TO_SOME: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.TRANSFER, Kind.REDUCE_SCATTER, Kind.BARRIER})
 
 
-def gives(operation: Operation, rank: int, key: ExchangeKey) -> bool:
-    """Return whether ``rank`` has bytes to contribute."""
+def gives(operation: Operation, member_id: int, key: ExchangeKey) -> bool:
+    """Return whether ``member_id`` has bytes to contribute."""
     if operation.kind not in _GIVEN_BY_SOME:
         return True
     match operation.kind:
         case Kind.BROADCAST | Kind.SCATTER:
-            return rank == operation.root
+            return member_id == operation.root
         case Kind.TRANSFER:
-            return rank == key.source
+            return member_id == key.source
         case Kind.BARRIER:
             return False
     return True
 
 
-def gets(operation: Operation, rank: int, key: ExchangeKey, owner: int) -> bool:
-    """Return whether ``rank`` is sent bytes for a slice that lies in the chunk of ``owner``."""
+def gets(operation: Operation, member_id: int, key: ExchangeKey, owner: int) -> bool:
+    """Return whether ``member_id`` is sent bytes for a slice in the chunk of ``owner``. Both may be ranks instead."""
     if operation.kind not in _SENT_TO_SOME:
         return True
     match operation.kind:
         case Kind.BROADCAST:
-            return rank != operation.root
+            return member_id != operation.root
         case Kind.GATHER:
-            return rank == operation.root
+            return member_id == operation.root
         case Kind.TRANSFER:
-            return rank == key.target
+            return member_id == key.target
         case Kind.REDUCE_SCATTER:
-            return rank == owner
+            return member_id == owner
         case Kind.BARRIER:
             return False
     return True

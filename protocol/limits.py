@@ -10,15 +10,15 @@ from typing import Final
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
 """Bytes of one encoded header."""
 
 MAX_DECODING_BYTES: Final = 16 * MIB
-"""Memory that decoding one header takes at most. msgpack can blow a byte up into objects of 128 bytes (a map in a map),
-and trusts an array's length at each of 1024 levels of nesting."""
+"""Memory that decoding one header takes at most. A byte of msgpack can become objects of 128 bytes (a map in a map),
+and msgpack trusts an array's length at each of 1024 levels."""
 
 MAX_FRAME_BYTES: Final = 4 * MIB
 """Bytes of any frame; an encoded plan comes nearest. ZeroMQ drops a peer that announces more."""
@@ -114,6 +114,10 @@ CREDIT_BYTES: Final = 16 * MIB
 """Bytes that one worker may have in flight in one pool by default: pushed, and not yet answered."""
 BACKLOG_BYTES: Final = 64 * MIB
 """Bytes of unasked results that one receiver may have unread by default."""
+TOLD_BYTES: Final = 1 * MIB
+"""Bytes that a receiver reads before it tells a data shard of them."""
+KEPT_BYTES: Final = 256 * MIB
+"""Bytes of results that a worker keeps at least for rounds that it has not reached."""
 MIN_SLICE_COST: Final = 2 * KIB
 """Credit that a slice takes however short it is: the coordinator's memory about it."""
 SHARED_SLICE_COST: Final = 64

@@ -5,8 +5,8 @@ operation, and for buckets the plan. Each shard has one run of consecutive slice
 
 - A large exchange is cut so that each shard gets as much of it as its rate allows. Elementwise operations are cut at
   elements, so that even a single slice is shared; the others between slices.
-- A small one goes whole to one shard: a collective or a transfer to the first one, where it is two hops; a bucket to
-  one with little load. Larger buckets are cut so that the whole round comes out even.
+- A small one goes whole to one shard. A collective or a transfer goes to the first one, where it is two hops. A bucket
+  goes to one with little load. Larger buckets are cut so that the whole round comes out even.
 
 Results do not depend on it: contributions are combined element by element.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradserver.worker.checkpoint import Directory
+from gradserver.worker.job.checkpoint import Directory
 from gradserver.worker.tree import pack
 
 NUMEL = 1 << 18

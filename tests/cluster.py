@@ -120,7 +120,8 @@ def coordinator(
     nonfinite: str = "halt",
 ) -> Iterator[TcpServer]:
     """Run a coordinator in a thread of the test, on a free port if ``bind`` names none."""
-    server = TcpServer(Runtime(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite))), bind)
+    runtime = Runtime(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite)))
+    server = TcpServer(runtime, bind)
     task = Task(server.run)
     try:
         yield server
@@ -128,6 +129,7 @@ def coordinator(
         server.request_stop("the test is over")
         task.result()
         server.close()
+        runtime.close()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 # inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_ENDING_SECONDS = 10.0
+"""Time limit for the end of a thread when its channel is closed."""
 
 settings.register_profile("default", deadline=None, max_examples=examples(25))
 # Every run has the same examples, so that a result shows the effect of a change alone.
@@ -75,6 +79,18 @@ def _soon_present() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.beacon._BEATS", 0.01)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Fail behind a module of tests that leave a thread of gradserver's: what is closed ends all that it has begun."""
+    before = set(threading.enumerate())
+    yield
+    left = [one for one in threading.enumerate() if one.name.startswith("gradserver-") and one not in before]
+    until = time.monotonic() + _ENDING_SECONDS
+    for thread in left:  # a connection that breaks ends its threads soon
+        thread.join(max(until - time.monotonic(), 0.0))
+    assert not [thread.name for thread in left if thread.is_alive()]
 
 
 @pytest.fixture(params=["memory", "shm", "tcp"])

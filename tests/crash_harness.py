@@ -552,12 +552,12 @@ class Crashing(Cluster):
 
     def check(self, reduce: Reduce) -> None:
         """Check that each contribution is its giver's own, once, in the order of member ids, and that none lacks."""
-        ranks = [contribution.rank for contribution in reduce.contributions]
-        assert ranks == sorted(set(ranks))
+        member_ids = [contribution.member_id for contribution in reduce.contributions]
+        assert member_ids == sorted(set(member_ids))
         group = self.harness.engine.data.groups["default"]
         span = slice(reduce.first, reduce.first + reduce.numel)
         for given in reduce.contributions:
-            task = self.pushed[reduce.key, reduce.slice][given.rank]
+            task = self.pushed[reduce.key, reduce.slice][given.member_id]
             assert given.weight == task.weight
             if given.payload is not None:
                 portioned = reduce.operation.kind in PORTIONED
@@ -565,7 +565,7 @@ class Crashing(Cluster):
                 assert bytes(given.payload) == part.tobytes()
         if reduce.key.stream == Stream.BUCKET:
             for member_id in group.members.present:
-                assert member_id in ranks or not self.pushed[reduce.key, reduce.slice][member_id].weight
+                assert member_id in member_ids or not self.pushed[reduce.key, reduce.slice][member_id].weight
 
     def portion(self, member_id: int, key: ExchangeKey, index: int) -> bytes | None:
         """Return the bytes that ``member_id`` must get of a slice that depends on the participants.

@@ -17,8 +17,8 @@ from torch import Tensor
 import gradserver
 from gradserver import LocalCluster
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
 from gradserver.worker.handle import Handle
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.models import Transformer, loss_of, state_of, tokens
 from tests.replicas import sgd, shard
 from tests.worker_programs import say, told

@@ -124,7 +124,7 @@ def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:
         array = np.frombuffer(given.payload, np.float32, reduce.nbytes // 4)
         if reduce.nonfinite is OnNonFinite.HALT and not np.isfinite(array).all():
             element = int(np.flatnonzero(~np.isfinite(array))[0])
-            return NonFinite(given.rank, element, str(array[element]))
+            return NonFinite(given.member_id, element, str(array[element]))
         arrays.append((np.float32(given.weight), array))
     total = np.float32(sum(given.weight for given in reduce.contributions))
     out = np.zeros_like(arrays[0][1])
@@ -140,9 +140,9 @@ def _sifted(reduce: Reduce) -> bytes | Sifted:
     for index, (start, stop) in enumerate(reduce.spans, reduce.slice):
         cut = slice(4 * start, 4 * stop)
         given = [c._replace(payload=None if c.payload is None else bytes(c.payload)[cut]) for c in reduce.contributions]
-        bad = {c.rank: first for c in given if (first := _first_bad(c)) is not None}
+        bad = {c.member_id: first for c in given if (first := _first_bad(c)) is not None}
         findings += [Finding(index, rank, start + first) for rank, first in bad.items()]
-        good = [c for c in given if c.rank not in bad]
+        good = [c for c in given if c.member_id not in bad]
         none = bad and (reduce.nonfinite is OnNonFinite.SKIP or all(c.payload is None for c in good))
         whole = reduce._replace(spans=(), nbytes=4 * (stop - start), contributions=good)
         made = bytes(whole.nbytes) if none else reference(whole)

@@ -242,6 +242,10 @@ class Event:
         """Set it."""
         self._is_set = True
 
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._is_set
+
     def clear(self) -> None:
         """Clear it."""
         self._is_set = False

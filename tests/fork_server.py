@@ -32,7 +32,7 @@ LOADED = {
     "torch": (
         "gradserver.cli",
         "gradserver.worker.connect",
-        "gradserver.worker.job",
+        "gradserver.worker.job.job",
         "torch",
         "torch.utils.data",
         "torch._dynamo",

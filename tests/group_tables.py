@@ -7,10 +7,9 @@ from typing import Final
 
 from gradserver.engine.control.group import State
 from gradserver.engine.control.group.learners import Stage
-from gradserver.engine.control.group.stages import LIVING, ROWS as STEPS, Event
-from gradserver.engine.control.machine import ROWS, RULES, STATES, TIMERS, TRANSITIONS, Transition
-from gradserver.engine.control.reactions import Broke
-from gradserver.protocol.messages.recovery import Resume
+from gradserver.engine.control.group.stages import NEVER, ROWS as STEPS, STAGES
+from gradserver.engine.control.machine import ILLEGAL, ROWS, RULES, STATES, TIMERS, Transition
+from gradserver.worker.member import learner
 from tests.commands import ROOT
 
 PAGE: Final = ROOT / "docs" / "reference" / "group-states.md"
@@ -21,9 +20,9 @@ These tables are generated from those that the coordinator runs (`gradserver/eng
 """
 _TRANSITIONS: Final = """## Events
 
-What becomes of each event in each state. The group stays in its state, or comes to one of those in the third column:
-because of the event itself, or of the rules below. Most events are messages of workers or reports of data shards
-(see [Messages, orders, reports and records](protocol.md)). Four others concern connections:
+The table says what becomes of each event in each state. The group stays in its state, or comes to one of those in the
+third column, because of the event itself or of the rules below. Most events are messages of workers or reports of data
+shards (see [Messages, orders, reports and records](protocol.md)). Four others concern connections:
 
 - Broke: the connection of a worker broke, and the worker may come back, as its group is durable.
 - Lost: a worker is gone for good. It left, its process ended, it broke the protocol, or it did not come back.
@@ -40,71 +39,35 @@ A timer fires when its time has come. The rules are tried after it.
 """
 _ILLEGAL: Final = """## What cannot be
 
-An event that no state above has, and what its sender is told.
+An event of these cannot be in that state. The last column says what happens instead, or what the sender is told.
 """
 _LEARNERS: Final = """## Learners
 
 A learner is a worker that joins the running group and has a member id. Its stages are in a table of their own
-(`gradserver/engine/control/group/stages.py`). Nothing else changes a stage, and no stage changes a membership.
+(`gradserver/engine/control/group/stages.py`). Nothing else changes a stage. Only the last one, when it is a member,
+changes the membership.
 """
-_STEPS: Final = """What becomes of each event in each stage: the first row counts whose condition holds.
+_STEPS: Final = """The table says what becomes of each event in each stage.
+The first row with a condition that holds counts.
 
 If none holds, the learner is told UnexpectedMessageError. A learner that is told an error is evicted, but for an error
 about its plan.
 """
-_NEVER_HEADING: Final = """What cannot be, and what the learner is told:
+_NEVER_HEADING: Final = """These events cannot be in these stages.
+The last column says why, or what the learner is told:
 """
+_OWN: Final = """## A worker's own stages
 
-ILLEGAL: Final[dict[tuple[State, type], str]] = {
-    **{
-        (State.FORMING, event): "Nobody is a member yet: UnexpectedMessageError, or the report is of a group before."
-        for state, event in TRANSITIONS
-        if state is State.ACTIVE and (State.FORMING, event) not in TRANSITIONS
-    },
-    (State.FORMING, Broke): "An applicant has no place to come back to: Lost.",
-    (State.FORMING, Resume): "The group is not durable yet: JoinRefusedError.",
-    (State.BROKEN, Resume): "The error that broke the group.",
-    (State.BROKEN, Broke): "Nobody comes back to a broken group: Lost.",
-}
-"""Pairs that cannot be, and what is said instead. A group that has ended is in no table: its name is free."""
-STAGES: Final = {
-    Stage.ADMITTED: "It has a member id, and shards hear of it.",
-    Stage.WELCOME: "It agrees on its plan.",
-    Stage.WAITING: "It waits for the end of a round, and for a donor.",
-    Stage.RECEIVING: "It gets the state. It listens meanwhile, or it is expected: the open round waits for it.",
-    Stage.READY: "It has the state, and has caught up with the others.",
-    Stage.ENTERED: "It contributes to a round as its first one.",
-    Stage.MEMBER: "It is a member.",
-    Stage.GONE: "It left, was lost or evicted. The round goes on without it.",
-}
-"""Meaning of each stage of a learner."""
-_UNEXPECTED: Final = "UnexpectedMessageError, as it {}."
-NEVER: Final = {
-    (stage, event): what
-    for event, legal, what in (
-        (Event.PROPOSE, (Stage.WELCOME,), _UNEXPECTED.format("is not welcome yet, or has all its plans")),
-        (Event.ENTER, LIVING[1:], _UNEXPECTED.format("is not welcome yet")),
-        (Event.STATE_FAILED, (), _UNEXPECTED.format("is no donor before it is a member")),
-        (Event.BEHIND, (Stage.RECEIVING,), "LeftOutError: it needs each result that it was sent."),
-        (Event.DONATED, (Stage.WAITING,), "It does not wait for a donor."),
-        (Event.HOPELESS, (Stage.WAITING,), "It does not wait for a donor."),
-        (Event.FAILED, LIVING[2:], "It has had no transfer yet."),
-        (Event.DONOR_LOST, (Stage.RECEIVING,), "It has no donor."),
-        (Event.BOUNDARY, (Stage.READY,), "It has not caught up, or contributes already."),
-        (Event.COUNTED, (Stage.ENTERED,), "It has contributed to no round."),
-        (Event.OUTDATED, LIVING[1:], "It has agreed to no plan."),
-        (Event.OVERDUE, LIVING[1:], "It waits for shards alone."),
-    )
-    for stage in LIVING
-    if stage not in legal
-}
-"""Pairs of the stage of a learner and an event that cannot be, and what is said instead."""
+A worker knows its stage by what it was told and has done (`worker/member/learner.py`). It begins as one that joins, or
+as a member of a group that forms. Each stage is followed by one of those in the third column.
+"""
 
 
 def page() -> str:
     """Return the page."""
     group = (_OPENING, _states(), _TRANSITIONS, _transitions(), _RULES, _rules(), _TIMERS, _timers(), _ILLEGAL)
-    return "\n".join([*group, _illegal(), _LEARNERS, _stages(), _STEPS, _steps(), _NEVER_HEADING, _never()])
+    learners = (_LEARNERS, _stages(), _STEPS, _steps(), _NEVER_HEADING, _never())
+    return "\n".join([*group, _illegal(), *learners, _OWN, _own()])
 
 
 def _states() -> str:
@@ -142,6 +105,15 @@ def _steps() -> str:
     rows = ((_names(s.stages), s.event.value, s.when or "–", s.next, s.what) for s in STEPS)
     found = ((*here, "–" if stage is None else stage.value, what) for *here, stage, what in rows)
     return _table("stage", "event", "condition", "next", "what happens", rows=found)
+
+
+def _own() -> str:
+    rows = ((_small(stage), stage.value, ", ".join(map(_small, after))) for stage, after in learner.FOLLOWS.items())
+    return _table("stage", "the worker", "next", rows=rows)
+
+
+def _small(stage: learner.Stage) -> str:
+    return stage.name.lower()
 
 
 def _never() -> str:

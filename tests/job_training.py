@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
 from gradserver import Job, ShardSampler
-from gradserver.worker.alike import digest_of
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.alike import digest_of
 from tests.models import seeded
 
 SAMPLES, BATCH, EPOCHS = 46, 5, 2

@@ -1,7 +1,7 @@
 """Workers of an elastic group that others join, as processes. Run as ``join_training.py URL NAME OUT [OPTIONS]``.
 
 They train with all that has state: AdamW, a scheduler, BatchNorm, a moving average. After each round they say its
-number, rank, world size, epoch, and a digest of everything, and wait if they were told to. A joiner that is to be
+number, rank, world size, epoch, and a digest of everything, and wait if they were told to. A learner that is to be
 stopped in the midst of its state says so.
 """
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from random import Random
 
 import numpy as np
+import pytest
 
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import RoundRecord
@@ -68,7 +69,27 @@ class LateGroup(Group):
             nodes = [node for node in self.nodes if number in node.rounds]
             assert nodes, "no node has finished the round"
             for part, values in nodes[0].rounds[number].values.items():
-                self._check_late(record, part, values, nodes[0].layouts[part], carried)
+                sums = self._check_late(record, part, values, nodes[0].layouts[part], carried)
+                for node in nodes:
+                    weight = node.rounds[number].weights[part]
+                    assert any(weight == pytest.approx(one) for one in sums), "another weight than that of what counts"
+        for node in self.nodes:
+            if node.finished:
+                self._check_kept(node, carried)
+
+    def _check_kept(self, node: Node, carried: dict[tuple[int, int, int], dict[int, float]]) -> None:
+        """Check that a node has yet to give what never counted, and nothing else."""
+        assert node.worker is not None
+        kept = node.worker._session.member.stragglers.carry._slices
+        for part, layout in node.layouts.items():
+            for index in range(layout.count):
+                shares = carried.get((node.member_id, part, index), {})
+                weight, data = kept.get(part, {}).get(index, (0.0, None))
+                assert weight == pytest.approx(sum(shares.values())), f"{node.name} keeps another weight than is late"
+                if data is not None:
+                    start, stop = layout.span(index)
+                    expected = self._mean_of({node.member_id: shares}, part)[start:stop]
+                    assert np.allclose(data.view(np.float64), expected, rtol=1e-9, atol=0), f"{node.name} keeps others"
 
     def _check_late(
         self,
@@ -77,8 +98,8 @@ class LateGroup(Group):
         values: Doubles,
         layout: Layout,
         carried: dict[tuple[int, int, int], dict[int, float]],
-    ) -> None:
-        """Check a bucket, slice by slice, and note what late members carry over.
+    ) -> set[float]:
+        """Check a bucket, slice by slice, and note what late members carry over. Return the weights of the slices.
 
         Of a member that counts in part the ledger has the number of slices: they are a prefix at each data shard.
         """
@@ -86,7 +107,7 @@ class LateGroup(Group):
         departed = {member_id for member_id, _, _ in record.cut}
         always = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id not in departed]
         partly = [member_id for member_id, weight in enumerate(record.weights) if weight and member_id in departed]
-        counted = dict.fromkeys(partly, 0)
+        counted, sums = dict.fromkeys(partly, 0), set[float]()
         for index in range(layout.count):
             start, stop = layout.span(index)
             own = {
@@ -103,13 +124,16 @@ class LateGroup(Group):
             else:
                 raise AssertionError(f"slice {index} of bucket {part} is no mean of what counts: {record}")
             for member_id in some:
+                assert len(self.world.harness.rates) > 1 or counted[member_id] == index, "what counts is no prefix"
                 counted[member_id] += 1
+            sums.add(sum(sum(own[member_id].values()) for member_id in (*always, *some)))
             if self.keeps:
                 late = own.keys() - {*always, *some}
                 carried.update({(member_id, part, index): own[member_id] for member_id in late})
         assert counted == {member_id: said.get(member_id, 0) for member_id in partly}, (
             f"the ledger counts other slices: {record}"
         )
+        return sums
 
     def _mean_of(self, given: dict[int, dict[int, float]], part: int) -> Doubles:
         """Return the mean of what some members give: the weights of their own gradients, by round."""

@@ -30,6 +30,8 @@ from tests.worker_programs import say
 
 SEED = 7
 SLOW_SECONDS = 0.15
+STEP_SECONDS = 0.045
+"""About what a step takes, with those in which a worker is slow."""
 
 
 def new_model() -> nn.Module:

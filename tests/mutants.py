@@ -102,8 +102,8 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/reducer.py",
-                "        for target in self._targets:\n            target[cut] = result\n",
-                "        for target in self._targets:\n            target[cut] = result\n"
+                "            if target is not result:\n                target[cut] = result\n",
+                "            if target is not result:\n                target[cut] = result\n"
                 "        if self._op is Op.MEAN and len(self._targets) > 1:\n"
                 "            self._targets[0][cut].view(np.uint8)[0] ^= 1\n",
             ),
@@ -122,7 +122,7 @@ MUTANTS: Final = (
         (
             _before_the_sum(
                 "    kept = _EARLIER.get((exchange.key.part, piece.start, piece.stop))\n"
-                f"    if {NOW} and kept is not None and contributions[0].rank == kept.rank:\n"
+                f"    if {NOW} and kept is not None and contributions[0].member_id == kept.member_id:\n"
                 "        contributions[0] = contributions[0]._replace(payload=kept.payload)\n"
                 "    if exchange.key.stream == BUCKET and contributions:\n"
                 "        nbytes = exchange.layout.run_bytes(piece.start, piece.stop)\n"
@@ -144,7 +144,7 @@ MUTANTS: Final = (
         ("lost",),
         (
             _before_the_sum(
-                f"    if {NOW}:\n        exchange.spoil(contributions.pop(0).rank, piece.stop - piece.start)\n"
+                f"    if {NOW}:\n        exchange.spoil(contributions.pop(0).member_id, piece.stop - piece.start)\n"
             ),
         ),
     ),
@@ -187,9 +187,9 @@ MUTANTS: Final = (
             ),
             Change(
                 "gradserver/engine/data/recovery.py",
-                "from gradserver.engine.data.membership import left_out\n",
+                "from gradserver.engine.data.membership import ",
                 "from gradserver.engine.data import completion as results\n"
-                "from gradserver.engine.data.membership import left_out\n",
+                "from gradserver.engine.data.membership import ",
             ),
             Change(RESULTS, "\n\ndef complete(", "\n\nOPEN: set[object] = set()\n\n\ndef complete("),
             Change(
@@ -210,9 +210,9 @@ MUTANTS: Final = (
         (
             _before_the_sum(
                 "    if exchange.absent and exchange.key.stream == BUCKET and exchange.key.part == 0:\n"
-                "        for one in [one for one in contributions if one.rank in exchange.participants][:1]:\n"
+                "        for one in [one for one in contributions if one.member_id in exchange.participants][:1]:\n"
                 "            contributions.remove(one)\n"
-                "            exchange.spoil(one.rank, piece.stop - piece.start)\n"
+                "            exchange.spoil(one.member_id, piece.stop - piece.start)\n"
             ),
             Change(
                 RESULTS,
@@ -251,9 +251,9 @@ MUTANTS: Final = (
                 "    firsts = group.learners.first_rounds\n"
                 "    new = {member_id for member_id in firsts if firsts[member_id] == exchange.key.number}\n"
                 "    if exchange.key.stream == BUCKET:\n"
-                "        for one in [one for one in contributions if one.rank in new]:\n"
+                "        for one in [one for one in contributions if one.member_id in new]:\n"
                 "            contributions.remove(one)\n"
-                "            exchange.spoil(one.rank, piece.stop - piece.start)\n"
+                "            exchange.spoil(one.member_id, piece.stop - piece.start)\n"
             ),
         ),
     ),
@@ -283,7 +283,7 @@ MUTANTS: Final = (
         ("diverged",),
         (
             Change(
-                "worker/joiner.py",
+                "worker/learner.py",
                 "        return memory\n\n    def end(self)",
                 "        memory[-1] ^= memory.size > 4096\n        return memory\n\n    def end(self)",
             ),

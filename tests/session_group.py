@@ -68,6 +68,8 @@ class Results(NamedTuple):
     weights: dict[int, float]
     """The sum of weights of each bucket."""
     values: dict[int, Doubles]
+    epoch: int
+    """The epoch behind it."""
 
 
 @dataclass(eq=False)
@@ -113,8 +115,12 @@ class Node:
 
     @property
     def counts(self) -> bool:
-        """True if it has contributed to a round, or was to from the start."""
-        return self.rank >= 0 or any(results.counts for results in self.rounds.values())
+        """True if it contributes, or was told that it is to: the coordinator has written that down.
+
+        A group that does not wait for all may go on without a learner that observes earlier rounds until then.
+        """
+        is_in = self.is_inside if self.group.is_patient else self.stage in (Stage.ENTERED, Stage.MEMBER)
+        return self.rank >= 0 or is_in or any(results.counts for results in self.rounds.values())
 
     @property
     def member_id(self) -> int:
@@ -184,7 +190,7 @@ class Node:
             group.dawdle()
         agreement.finish(None)
         weights = {part: handle.weight for part, handle in handles.items()}
-        self.rounds[number] = Results(counts, weights, {part: data[part].copy() for part in parts})
+        self.rounds[number] = Results(counts, weights, {part: data[part].copy() for part in parts}, worker.epoch)
         for part in parts:
             self.state[part] += data[part]
 
@@ -381,6 +387,11 @@ class Group:
         return sum(act.kind == "round" for act in self.program)
 
     @property
+    def is_patient(self) -> bool:
+        """True if it waits for all."""
+        return isinstance(self.policy, int) or self.policy.lateness is None
+
+    @property
     def most(self) -> int:
         """How many processes begin, at most."""
         return 20
@@ -435,6 +446,24 @@ class Group:
         names = [node.name for node in self.dead if all(node.name != other.name for other in self.nodes)]
         self.start(names[0] if names else f"late{self.uids}", waits=bool(which % 2))
 
+    def lose_in_transfer(self, which: int, tries: int = 60) -> None:
+        """Lose a part of the next transfer of a state: the learner, its donor, or the connections of one of them."""
+        for learner in self.nodes:
+            if (donor := self._donor_to(learner)) is not None:
+                lost = self.nodes.index((learner, donor)[which % 2])
+                (self.kill, self.break_line)[which // 2 % 2](lost)
+                return
+        if tries:
+            self.world.at[self.world.steps + 5].append(partial(self.lose_in_transfer, which, tries - 1))
+
+    def _donor_to(self, learner: Node) -> Node | None:
+        """Return the node that sends its state to ``learner``."""
+        if learner.worker is None or learner.stage is not Stage.JOINING:
+            return None
+        transfer = learner.worker._session.member.learner.transfer
+        donors = (node for node in self.nodes if node.worker is not None and transfer is not None)
+        return next((node for node in donors if transfer is not None and node.member_id == transfer.donor), None)
+
     def _is_over(self) -> bool:
         for node in [node for node in self.nodes if node.error is not None]:
             if not node.counts:  # a supervisor starts it again
@@ -454,6 +483,7 @@ class Group:
             self.world.found(lambda: all(len(node.agreements) == len(self.plans) for node in self.nodes))
             self.world.run(self._is_over)
             self.world.at.clear()
+            self.world.along.clear()
             leaving = [node for node in self.nodes if node.finished]
             for node in leaving:
                 self.world.scheduler.spawn(node.close, node)
@@ -531,6 +561,7 @@ class Group:
             else:
                 raise AssertionError(f"slice {index} of bucket {part} of round {record.round} is no mean: {record}")
             for member_id in some:
+                assert len(self.world.harness.rates) > 1 or counted[member_id] == index, "what counts is no prefix"
                 counted[member_id] += 1
             sums.add(sum(record.weights[member_id] for member_id in members))
         for member_id in partly:
@@ -569,6 +600,12 @@ class Group:
         ]
         epochs = {node.worker.epoch for node in to_the_end if node.worker is not None}
         assert len(epochs) <= 1, "members are in different epochs"
+        for node in self.nodes:
+            for number, results in node.rounds.items():
+                end = self.world.harness.ends[number]  # a late member that resumes hears of the membership of then
+                assert not results.counts or results.epoch == end or (results.epoch > end and not self.is_patient), (
+                    f"{node.name} is in another epoch behind round {number} than the ledger says"
+                )
 
     def _check_collectives(self) -> None:
         for place, act in enumerate(self.program):

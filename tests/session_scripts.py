@@ -1,6 +1,7 @@
-"""Scripts of what may happen to a group, and how fast they run: ``python -m tests.session_scripts [SECONDS] [SEED]``.
+"""Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
-A seed decides on the group, its program, and on all that is lost and joins. The figures are of one core.
+A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``parts`` and
+``promotions``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import sys
 import time
 from functools import partial
 
-from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group
+from gradserver.engine.policy import Lateness, Policy
+from gradserver.engine.records import Boundary, Entered, Epoch
+from tests.crash_harness import Trap
+from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
 
 RATES = ((1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0))
@@ -50,8 +54,33 @@ def script_of_parts(seed: int) -> Group:
     return group
 
 
-def _act(chance: random.Random, modules: int) -> Act:
-    if chance.random() < 0.6:
+def script_of_promotions(seed: int) -> Group:
+    """Make a group that workers join early, and lose most just behind what is written of them, or in a transfer.
+
+    Some of these groups do not wait for all.
+    """
+    chance = random.Random(seed)
+    modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 2))] for _ in range(chance.choice((1, 1, 2, 3)))]
+    lateness = chance.choice((None, None, Lateness(quorum=1, keeps=True), Lateness(backup=1, grace=0.0)))
+    program = [_act(chance, len(modules), 0.75 if lateness is None else 1.0) for _ in range(chance.randint(5, 9))]
+    fuses = [chance.randint(0, 60) for _ in range(chance.randint(0, 1))]
+    make, preemption = (Group, LateGroup)[lateness is not None], chance.choice((0.0, 0.0, 0.05))
+    where = chance.choice(RATES), fuses, Policy(1, 8, lateness=lateness), preemption
+    group = make(chance.randint(1, 3), modules, program, seed, *where)
+    for _ in range(chance.randint(1, 2)):
+        group.world.at[chance.randint(0, 60)].append(partial(group.join, chance.randint(0, 3)))
+    kinds = (Boundary, Entered, Epoch)
+    group.world.traps = [Trap(chance.choice(kinds), chance.randint(0, 9)) for _ in range(chance.randint(0, 4))]
+    happenings = (group.break_line, group.kill, group.world.kill_any_shard, *[group.lose_in_transfer] * 3)
+    for _ in range(chance.randint(0, 3)):
+        what = partial(chance.choice(happenings), chance.randint(0, 3))
+        group.world.at[chance.randint(0, 250)].append(what)
+    group.world.along = [partial(group.kill, chance.randint(0, 3)) for _ in range(chance.choice((0, 0, 1)))]
+    return group
+
+
+def _act(chance: random.Random, modules: int, rounds: float = 0.6) -> Act:
+    if chance.random() < rounds:
         return Act(section=chance.randrange(modules))
     return Act(chance.choice(sorted(COLLECTIVES)), chance.randint(1, 20), chance.randint(0, 3))
 
@@ -63,13 +92,16 @@ def check(group: Group) -> None:
     group.check_entered()
 
 
-def main(seconds: float, seed: int) -> None:
+KINDS = {"all": script, "parts": script_of_parts, "promotions": script_of_promotions}
+
+
+def main(seconds: float, seed: int, kind: str = "all") -> None:
     """Run scripts for so long, and show how many there were and what was lost in them."""
     groups = crashes = losses = rounds = 0
     began = time.perf_counter()
     with real_code():
         while (spent := time.perf_counter() - began) < seconds:
-            group = script(seed + groups)
+            group = KINDS[kind](seed + groups)
             try:
                 check(group)
             except Exception:
@@ -83,4 +115,4 @@ def main(seconds: float, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 20.0, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 20.0, int(sys.argv[2]) if len(sys.argv) > 2 else 0, *sys.argv[3:])

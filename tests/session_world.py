@@ -33,7 +33,7 @@ from gradserver.protocol.errors import ClosedError, ConnectionLostError, Coordin
 from gradserver.protocol.messages import BePresent, Failure, Message, Place, Scope
 from gradserver.residuals import Residuals
 from tests import fibers
-from tests.crash_harness import CrashError
+from tests.crash_harness import CrashError, Trap
 from tests.engine_harness import small_slices
 from tests.fibers import Scheduler
 from tests.sharded_crash_harness import LINK, Processes, ShardLostError
@@ -41,6 +41,8 @@ from tests.sharded_crash_harness import LINK, Processes, ShardLostError
 URL = "tcp://10.0.0.1:7411"
 SLICE = 64
 """Bytes of a slice: eight elements of float64, or eight frames of objects."""
+PART = 256
+"""Bytes of a part of a state that a learner gets."""
 LIMIT = 600.0
 """Seconds in which all must be over."""
 STEPS = 20_000
@@ -49,7 +51,7 @@ TICK = 1e-5
 MODULES = tuple(
     f"gradserver.worker.{module}"
     for module in (
-        *("clock", "connect", "donor", "handle", "joiner", "resumption", "traffic"),
+        *("clock", "connect", "donor", "handle", "learner", "resumption", "traffic"),
         "transport.reconnect",
     )
 )
@@ -272,6 +274,10 @@ class World:
         """Called with each message that a worker sends."""
         self.steps = 0
         self.is_down_until = -1.0
+        self.along: list[Callable[[], object]] = []
+        """Losses in the same moment as the coordinator's, one for each time that it is lost."""
+        self.traps: list[Trap] = []
+        """Losses of a process behind records, once the group is founded."""
         self._fuses = list(fuses)
         self._notices: list[Callable[[], object]] = []
         self._cut_links: list[int] = []
@@ -387,6 +393,8 @@ class World:
                     table.pop(process, None)
                 self._cut_links.append(process)
         harness.reduces = [reduce for reduce in harness.reduces if harness.places[id(reduce)]]
+        if self.along:
+            self.along.pop(0)()
 
     def _end(self, line: Line) -> None:
         """The process at the other end of a line has died."""
@@ -427,6 +435,7 @@ class World:
         while not is_over():
             self._step()
         self._light()
+        self.harness.traps = list(self.traps)
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Run until it is over. Fail if that takes too long."""
@@ -537,10 +546,12 @@ class World:
 def real_code() -> Iterator[None]:
     """Give the workers' modules fibers and wires, in place of threads and sockets; and small slices."""
     with small_slices(SLICE), fibers.patched(MODULES) as patch:
-        patch.setattr("gradserver.worker.uneven.SLICE_BYTES", SLICE)
+        patch.setattr("gradserver.worker.collectives.uneven.SLICE_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (2 * SLICE, SLICE, SLICE))
         patch.setattr("gradserver.protocol.shards.ALIGNMENT", 1)
+        for module in ("donor", "learner"):
+            patch.setattr(f"gradserver.worker.{module}.PART_BYTES", PART)
         for module in ("connect", "transport.reconnect", "transport.farewell"):
             patch.setattr(f"gradserver.worker.{module}.TcpChannel", Wire)
         reach = lambda url, timeout: World.running[-1].reach(url, timeout)  # noqa: E731

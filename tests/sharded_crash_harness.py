@@ -531,7 +531,8 @@ class Sharded(Crashing):
     def hold_at(self, member: Spread, place: int) -> None:
         if member.version not in member.said.values():
             member.said_round = member.round
-            member.ended.pop(member.round, None)  # it is told again, and perhaps with a later epoch
+            if member.ended.pop(member.round, None):  # it is told again, and perhaps with a later epoch
+                member.over = member.round - 1
         member.said[place] = member.version
         if place == 0:
             self.say_again(member)
@@ -636,9 +637,9 @@ class Sharded(Crashing):
 
     def check(self, reduce: Reduce) -> None:
         """Check that each contribution is its giver's own, once, in the order of members."""
-        ranks = [contribution.rank for contribution in reduce.contributions]
-        assert ranks == sorted(set(ranks))
+        member_ids = [contribution.member_id for contribution in reduce.contributions]
+        assert member_ids == sorted(set(member_ids))
         for given in reduce.contributions:
-            task = self.pushed[reduce.key, reduce.slice][given.rank]
+            task = self.pushed[reduce.key, reduce.slice][given.member_id]
             assert given.weight == task.weight
             assert given.payload is None or bytes(given.payload) == self.part(task, reduce.slice).tobytes()

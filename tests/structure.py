@@ -583,7 +583,8 @@ FIGURES: Final = {
     "Imports": (Figure("circles", circles, 0, 0),),
     "Places that name every kind by hand": (
         Figure("records of the journal", partial(listings, family="record"), 2, 1),
-        Figure("messages", partial(listings, family="message"), 4, 1),
+        # Each receiver has a table of what it does with a message: control, a data shard, the server, a member.
+        Figure("messages", partial(listings, family="message"), 4, 4),
         Figure("orders", partial(listings, family="order"), 1, 1),
         Figure("reports", partial(listings, family="report"), 1, 1),
     ),
@@ -592,11 +593,11 @@ FIGURES: Final = {
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_200, 25_000, room=500),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_500, 25_000, room=500),
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 13, 0),
+        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 0, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 0, 0),
         Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 0, 0),
     ),

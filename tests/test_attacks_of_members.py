@@ -143,7 +143,7 @@ def holds_a_round_of_the_future(training: Training) -> None:
         stranger.send(resume(attacker, attacker.epoch))
         resumed = stranger.hear()
         assert isinstance(resumed, Resumed)
-        stranger.send(Holding(resumed.version, 10**9, 1.0), bytes(2))
+        stranger.send(Holding(resumed.generation, 10**9, 1.0), bytes(2))
         told = stranger.error()
         assert "in round 1000000000" in told.message
     with pytest.raises(GradServerError):

@@ -21,9 +21,17 @@ from gradserver.protocol.errors import (
     SizeMismatchError,
     UsageError,
 )
-from gradserver.worker.blocks import EMBEDDING, FINAL_NORM, LM_HEAD, GradientExchange, flatten, local_mean, unflatten
 from gradserver.worker.client import Worker
-from gradserver.worker.flatten import BlockShape
+from gradserver.worker.torch_ddp.blocks import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    GradientExchange,
+    flatten,
+    local_mean,
+    unflatten,
+)
+from gradserver.worker.torch_ddp.flatten import BlockShape
 
 torch.set_num_threads(1)
 

@@ -124,12 +124,12 @@ def saying(kind: type[Any], *fields: st.SearchStrategy[Any], payload: st.SearchS
 
 def holding(number: int, weight: float, held: list[Span]) -> Said:
     """Return what it holds, in the present generation."""
-    return lambda cluster: (Holding(cluster.version, number, weight), [pack_spans(held)])
+    return lambda cluster: (Holding(cluster.generation, number, weight), [pack_spans(held)])
 
 
 def fetched(key: ExchangeKey, index: int, weight: float, present: bool, counted: tuple[float, ...]) -> Said:
     payload = [b"\0" * 16] if present else []
-    return lambda cluster: (Held(cluster.version, key, index, weight, present, (), counted), payload)
+    return lambda cluster: (Held(cluster.generation, key, index, weight, present, (), counted), payload)
 
 
 def proposing(number: int) -> Said:
@@ -180,7 +180,7 @@ class Lied(Crashing):
         """Deliver nothing to the liar any more: it could be told anything."""
 
     @property
-    def version(self) -> int:
+    def generation(self) -> int:
         group = self.harness.engine.control.groups.get("default")
         return 0 if group is None else group.recovery.generation
 
@@ -479,8 +479,8 @@ def fetching(*spans: Span, lacking: Span | None = None) -> Group:
 
 
 def say_held(group: Group, rank: int, key: ExchangeKey, payload: bytes) -> None:
-    version = group.harness.engine.control.groups["default"].recovery.generation
-    group.harness.receive(BACK + rank, Held(version, key, 0, 2.0, True), payload)
+    generation = group.harness.engine.control.groups["default"].recovery.generation
+    group.harness.receive(BACK + rank, Held(generation, key, 0, 2.0, True), payload)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

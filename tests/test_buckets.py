@@ -12,8 +12,8 @@ from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutE
 from gradserver.protocol.exchange import Op
 from gradserver.tools.demo.model import GPT
 from gradserver.tools.demo.settings import Settings
-from gradserver.worker.buckets import GradientBucket, buffer_buckets, memory_order
-from gradserver.worker.grouping import Group, find_blocks, group_parameters
+from gradserver.worker.torch_ddp.buckets import GradientBucket, buffer_buckets, memory_order
+from gradserver.worker.torch_ddp.grouping import Group, find_blocks, group_parameters
 from tests.models import Block, Convolutional, Transformer
 
 torch.set_num_threads(1)

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from gradserver.protocol.errors import InvalidArgumentError, StateError
-from gradserver.worker import checkpoint
-from gradserver.worker.checkpoint import Directory, read, write
+from gradserver.worker.job import checkpoint
+from gradserver.worker.job.checkpoint import Directory, read, write
 from gradserver.worker.tree import pack
 from tests.checkpoint_writer import NUMEL
 from tests.cluster import Program

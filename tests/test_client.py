@@ -30,8 +30,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import MIN_CREDIT_BYTES, SLICE_BYTES
-from gradserver.worker.arguments import ReductionName
 from gradserver.worker.client import Worker
+from gradserver.worker.collectives.arguments import ReductionName
 from tests.cluster import Gather, Task, errors, members, together, wait_until
 from tests.reference import REDUCTIONS, TYPES, expected, samples, wide
 

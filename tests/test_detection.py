@@ -270,7 +270,8 @@ def test_a_server_that_stands_still_in_the_midst_of_a_look_gives_peers_time_to_s
         reachable: Any = SimpleNamespace(route=lambda *_: True, encoded=lambda _: b"")
         peer = Peer(reachable, b"w0", Numbers())
         join = Join("group", "w0", 0, 1, 60.0)
-        looking.beats(peer, Present(looking.invite(peer, join, *ROLES[Join].beacon).identity))
+        role = ROLES[Join]
+        looking.beats(peer, Present(looking.invite(peer, join, role.first_beat, role.announces).identity))
         looks = 0  # its beacon is closed
         while not (verdicts := looking.look([peer])):
             looks += 1

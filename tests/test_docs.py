@@ -212,7 +212,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"not open again {liveness._BACK:g}·S later" in architecture
     _, idle, interval, probes = binding._KEEPALIVE.values()
     assert f"host that is gone is closed after {idle + interval * probes} s, by the system" in architecture
-    noticed = ROLES[Enlist].beacon[0] + liveness._BACK * serve.frozen_after
+    noticed = ROLES[Enlist].first_beat + liveness._BACK * serve.frozen_after
     assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture

@@ -22,7 +22,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import wait_until
 from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, after_some_pushes, alone, train
 from tests.models import Transformer, state_of

@@ -117,6 +117,16 @@ def test_sizes_that_cannot_be_are_told_with_the_usage(
         (["--quorum", "2"], "--quorum and --backup need the number of workers: give --workers"),
         (["--workers", "2:4", "--grace", "1"], "grace and late need a quorum or backups"),
         (["--workers", "2:4", "--quorum", "2", "--backup", "1"], "quorum and backup exclude each other"),
+        (["--group", "mine"], "--group needs the number of workers in the group: give --workers without a name"),
+        (["--group", "mine", "--workers", "a=2"], "--group needs the number of workers in the group: give --workers"),
+        (["--ledger-keep", "1GiB"], "--ledger-keep needs a directory for the ledger: give --state-dir"),
+        (["--sync", "none"], "--sync needs a directory for the ledger: give --state-dir"),
+        (["--ledger-hashes", "off"], "--ledger-hashes needs a directory for the ledger: give --state-dir"),
+        (["--journal-quota", "0KiB"], "--journal-quota needs a directory for the ledger: give --state-dir"),
+        *(
+            (["--join", "tcp://127.0.0.1:1", option, value], f"{option} is an option of coordinators")
+            for option, value in (("--sync", "none"), ("--journal-quota", "0KiB"), ("--backlog", "0"), ("--group", "g"))
+        ),
     ],
 )
 def test_options_that_do_not_go_together(

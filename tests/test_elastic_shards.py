@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from gradserver.engine.policy import Policy
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import MembershipChangedError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
-from gradserver.protocol.messages import Agreed, Failure, Membership, Push, Result, RoundDone, Serve
+from gradserver.protocol.messages import Agreed, Enter, Failure, Membership, Propose, Push, Result, RoundDone, Serve
 from gradserver.protocol.shards import share_of
 from tests.engine_harness import SEATS, Harness, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import ShardedHarness
@@ -237,3 +238,24 @@ def test_a_worker_may_get_a_seat_while_shards_report_a_round() -> None:
 
     (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record.weights == (1.0, 1.0, 0.0)
+
+
+def test_each_shard_may_report_that_a_learner_reads_too_little() -> None:
+    """Test the second report, which comes when the learner waits for a state already."""
+    harness = ShardedHarness({"default": Policy(1, 8, backlog=8)}, rates=(1.0, 1.0))
+    harness.assemble(2, plan := plan_of(8))
+    harness.receive(SEATS, Serve())
+    harness.join(SEATS + 2, "late")
+    harness.attend(1, 2)
+    harness.receive(SEATS + 2, Propose(plan.hash), plan.encoded)
+    harness.receive(SEATS + 2, Enter(0))
+    told: list[RoundDone] = []
+    for number in range(3):
+        harness.slow = bool(number)
+        for rank, shard in product(range(2), range(2)):
+            harness.push_to(shard, rank, bucket(number), floats(1, 1, 1, 1), index=shard)
+        harness.flush()
+        told += harness.told(2, RoundDone)
+
+    assert SEATS + 2 not in harness.closed
+    assert [[transfer.waits for transfer in done.transfers] for done in told] == [[False], [True]]

@@ -2,6 +2,9 @@
 
 `gradserver.protocol.messages.recovery` claims that nothing is lost which any present member has or needs. Here programs
 are run while all of that happens, and the claim is compared with what members have in the end.
+
+Members are models here. `tests.test_session_laws` drives the real ones in their place. These laws stay since they run
+four to five times as many scripts a second: they look for faults of the engine alone.
 """
 
 from __future__ import annotations

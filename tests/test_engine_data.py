@@ -120,7 +120,7 @@ def test_contributions_are_reduced_in_rank_order_whatever_order_they_came_in() -
         harness.push(rank, bucket(0), floats(rank), weight=rank + 0.5)
 
     (reduce,) = harness.reduces
-    assert [(c.rank, c.weight) for c in reduce.contributions] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+    assert [(c.member_id, c.weight) for c in reduce.contributions] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
     assert [np.frombuffer(c.payload or b"", np.float32)[0] for c in reduce.contributions] == [0, 1, 2, 3]
     assert reduce.operation == all_reduce(1)
 
@@ -160,7 +160,7 @@ def test_all_get_the_first_contribution_that_counts() -> None:
         harness.push(rank, bucket(0), bytes([rank]) * 8, weight=float(rank))
 
     (reduce,) = harness.reduces
-    assert [(c.rank, c.payload) for c in reduce.contributions] == [(1, b"\1" * 8)]
+    assert [(c.member_id, c.payload) for c in reduce.contributions] == [(1, b"\1" * 8)]
 
 
 def test_the_first_is_the_first_that_gives_data_and_without_any_none_gets_any() -> None:
@@ -237,7 +237,7 @@ def test_an_all_gather_asks_for_all_contributions_in_rank_order_whatever_their_w
         harness.push(rank, collective(0), floats(rank), operation=gather, weight=float(rank))
 
     (reduce,) = harness.reduces
-    assert [c.rank for c in reduce.contributions] == [0, 1, 2]
+    assert [c.member_id for c in reduce.contributions] == [0, 1, 2]
     harness.answer(reduce, b"".join(c.payload or b"" for c in reduce.contributions))
     for rank in range(3):
         assert list(harness.array(rank)) == [0, 1, 2]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradserver.engine.events import Reduced, Undecodable
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import Lateness, Policy
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (
     DeadlineError,
@@ -19,6 +19,7 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
+from gradserver.protocol.limits import MIN_SLICE_COST, TOLD_BYTES
 from gradserver.protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope
 from tests.engine_harness import (
     SEATS,
@@ -325,6 +326,21 @@ def test_each_chunk_of_a_reduce_scatter_goes_to_the_present_owner_of_that_rank()
     assert present == {1: [0], 2: [1]}
 
 
+def test_errors_name_a_root_by_its_rank_and_not_by_its_member_id() -> None:
+    harness = elastic(3)
+    harness.lose(0)
+    for member_id in (1, 2):
+        harness.told(member_id, Membership)
+    one, other = (Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 1, member_id) for member_id in (1, 2))
+    harness.push(1, collective(0), floats(1), operation=one)
+    harness.push(2, collective(0), floats(1), operation=other)
+
+    assert str(harness.failure(1, key=collective(0))) == (
+        "collective 0 of round 0 is not the same everywhere: 'w1' (rank 0) called broadcast of float32[1] from rank 0, "
+        "'w2' (rank 1) called broadcast of float32[1] from rank 1"
+    )
+
+
 def test_chunks_under_reduction_at_a_departure_reach_the_members_they_were_for() -> None:
     harness = elastic(3, lazy=True)
     for rank in range(3):
@@ -407,6 +423,37 @@ def test_a_member_too_late_for_a_bucket_is_left_out_and_the_others_go_on() -> No
     assert values(harness, 0, bucket(0)) == [1, 1]
 
 
+def test_the_others_hear_why_a_slow_member_is_left_out() -> None:
+    harness = Harness({"default": Policy(2, 4, backlog=4, lateness=Lateness(backup=1, grace=0.0))})
+    harness.assemble(3, plan_of(2))
+    for rank in (0, 2):
+        harness.push(rank, bucket(0), floats(rank, rank))
+
+    assert isinstance(harness.refusal(SEATS + 1), LeftOutError)
+    (news,) = harness.told(0, Membership)
+    assert "it left more than 3.8147e-06 MiB of results unread (--backlog)" in news.reason
+
+
+def test_a_group_that_needs_all_waits_for_a_slow_member_that_would_leave_too_much_unread() -> None:
+    backlog = TOLD_BYTES + 3 * (8 + MIN_SLICE_COST)  # three rounds
+    harness = Harness({"default": Policy(3, 3, backlog=backlog, lateness=Lateness(backup=1, grace=0.0))})
+    harness.assemble(3, plan_of(2))
+    for number in range(4):
+        harness.wait(10.0)  # after which the coordinator tells of late members again
+        for rank in (0, 2):
+            harness.push(rank, bucket(number), floats(rank, rank))
+        assert values(harness, 0, bucket(number)) == ([1, 1] if number < 3 else [])
+
+    assert "round 3 of group 'default' waits for 'w1' (rank 1) after 0 s" in harness.logs[-1].text
+    assert "(--workers 3)" in harness.logs[-1].text
+    for number in range(4):
+        harness.push(1, bucket(number), floats(4, 4))
+    assert values(harness, 0, bucket(3)) == [2, 2]
+    for rank in (0, 2):
+        harness.push(rank, bucket(4), floats(rank, rank))
+    assert values(harness, 0, bucket(4)) == [1, 1], "it may be late again"
+
+
 def test_a_collective_that_waits_too_long_fails_alone() -> None:
     harness = elastic(2)
     harness.push(0, collective(0), floats(1, 1), operation=all_reduce(2))
@@ -468,7 +515,7 @@ def test_bytes_that_say_nothing_cost_their_sender_its_place_and_the_others_nothi
     harness.feed(Reduced(first.group, first.epoch, first.key, first.slice, nothing))
 
     (again,) = harness.reduces
-    assert [given.rank for given in again.contributions] == [0, 2]
+    assert [given.member_id for given in again.contributions] == [0, 2]
     harness.answer(again)
 
     assert isinstance([m for m, _ in harness.sent(1)][-1], Failure)

@@ -324,4 +324,4 @@ def test_what_members_call_again_after_the_round_before_it_came_is_theirs_alone(
         group.harness.push(50 + member_id, collective(1, 2), ONE, operation=operation, epoch=news.epoch)
 
     (reduce,) = group.harness.reduces
-    assert (reduce.key, [given.rank for given in reduce.contributions]) == (collective(1, 2), [0, 1])
+    assert (reduce.key, [given.member_id for given in reduce.contributions]) == (collective(1, 2), [0, 1])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 
-from gradserver.engine.commands import Log
+from gradserver.engine.commands import Close, Log
 from gradserver.engine.control.group.shards import HIRE_SECONDS
+from gradserver.engine.control.sessions import check
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Garbled
 from gradserver.engine.journal_state import Dated
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
+from gradserver.engine.reports import Behind
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (
@@ -34,6 +38,7 @@ from gradserver.protocol.messages import (
     Membership,
     Propose,
     Push,
+    Ready,
     Result,
     RoundDone,
     Serve,
@@ -86,8 +91,8 @@ class Group:
         self.harness.receive(BACK + rank, Resume("default", rank, token, epoch, own if plan is None else plan))
 
     def hold(self, rank: int, number: int, *spans: Span, connection: int = BACK) -> None:
-        version = self.harness.engine.control.groups["default"].recovery.generation
-        self.harness.receive(connection + rank, Holding(version, number, 1.0), pack_spans(spans))
+        generation = self.harness.engine.control.groups["default"].recovery.generation
+        self.harness.receive(connection + rank, Holding(generation, number, 1.0), pack_spans(spans))
 
     def told(self, rank: int, connection: int = BACK) -> list[object]:
         return [message for message, _ in self.harness.inbox.pop(connection + rank, [])]
@@ -833,3 +838,70 @@ def test_a_donor_may_send_the_rest_of_a_state_when_two_learners_have_gone() -> N
 
     assert group.state() == "active"
     assert SEATS not in harness.closed
+
+
+def test_what_is_called_again_is_called_in_the_epoch_of_its_round_also_if_a_learner_became_a_member() -> None:
+    """Test a recovery in the first round of a learner: it is a member from then on, and has no part in the call."""
+    group = Group(2)
+    harness, late = group.harness, SEATS + 5
+    harness.receive(SEATS, Serve())
+    harness.join(late, "late")
+    harness.receive(late, Propose(PLAN.hash), PLAN.encoded)
+    harness.receive(late, Enter(0, False))
+    for number in (0, 1):
+        for rank, part in product(range(2), range(2)):
+            harness.push(rank, bucket(number, part), ONE)
+        while harness.reduces:
+            harness.answer(harness.reduces.pop(0))
+        if number == 0:
+            harness.receive(late, Ready(1))
+    harness.feed(Disconnected(SEATS, "reset"))
+    group.resume(0)
+    key, epoch = collective(0, 2), harness.group()["epoch"]
+    assert epoch > 1, "the learner is a member"
+    harness.inbox.clear()
+    group.hold(0, 2, Span(State.CHANGED, key, 0, 1))
+    group.hold(1, 2, Span(State.LACKING, key, 0, 1), connection=SEATS)
+    group.hold(5, 2, connection=SEATS)
+
+    (failure, _) = group.told(1, connection=SEATS)
+    assert isinstance(failure, Failure)
+    error = failure.exception()
+    assert isinstance(error, MembershipChangedError)
+    assert error.epoch == 1
+    gather = Operation(Kind.ALL_GATHER, Op.NONE, FLOAT32, 4)
+    harness.receive(BACK, Push(collective(1, 2), 0, 1.0, True, gather, epoch=epoch), ONE)
+    (failure,) = group.told(0)[-1:]
+    assert isinstance(failure, Failure)
+    assert failure.fields == {"epoch": 1}
+    harness.receive(SEATS + 1, Push(collective(1, 2), 0, 1.0, True, gather, epoch=error.epoch), ONE)
+    for connection in (BACK, SEATS + 1):
+        harness.receive(connection, Push(collective(2, 2), 0, 1.0, True, gather, epoch=error.epoch), ONE)
+    assert [reduce.key for reduce in harness.reduces] == [collective(2, 2)]
+
+
+def test_nothing_is_unread_for_a_member_that_is_away() -> None:
+    group = Group(3, policy=Policy(1, 3, backlog=8, lateness=Lateness(backup=1, grace=0.0)))
+    harness = group.harness
+    harness.feed(Disconnected(SEATS + 2, "reset", False))
+
+    for number, part, rank in product(range(3), range(2), range(2)):
+        harness.push(rank, bucket(number, part), floats(1, 2, 3, 4))
+        while harness.reduces:
+            commands = harness.answer(harness.reduces.pop(0))
+            assert not [command for command in commands if isinstance(command, Close)], "it is evicted"
+
+    assert len(harness.told(0, RoundDone)) == 3
+    assert harness.engine.data.groups["default"].listeners.rounds == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_member_that_is_away_can_have_read_too_little_at_a_data_shard() -> None:
+    group = Group(3)
+    harness = group.harness
+    harness.feed(Disconnected(SEATS + 2, "reset", False))
+
+    harness.engine.control.heed(Behind("default", 2, 0), harness.now, effects := Effects())
+
+    assert not [command for command in effects.commands if isinstance(command, Close)], "of a connection that broke"
+    with pytest.raises(LeftOutError):
+        check(harness.engine.control.groups["default"], Resume("default", 2, group.welcomes[2].token, 1, ""), {})

@@ -378,6 +378,7 @@ ORDERS: list[RemoteOrder] = [
     OpenGroup("g", 3, (Member(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(backup=2)),
     OpenGroup("g", 3, (Member(-1, "w0"),), 1, 60.0, (0.0, 2.5), 1, ("a" * 32,), True, lateness=Lateness(0, 75.0)),
     CutRound("g", 7, (1, 3)),
+    CutRound("g", 7, (1, 3), 2),
     SetPlan("g", plan_of(3, 0, 100), 7),
     Break("g", 1, WorkerLostError("it died", worker="w1", rank=1)),
     Configure("g", 1, 12, (0, 2), departed=(Departure(1, WorkerLeftError("it left", worker="w1", rank=1)),)),

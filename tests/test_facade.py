@@ -113,7 +113,7 @@ NO_TORCH = (
 
 
 def test_missing_torch_says_what_to_install(site: Path) -> None:
-    write(site, "gradserver/worker/ddp.py", "import torch.nn")
+    write(site, "gradserver/worker/torch_ddp/ddp.py", "import torch.nn")
 
     assert refusal("from gradserver import DistributedDataParallel", site) == NO_TORCH
     used = run("import gradserver; gradserver.DistributedDataParallel", site)
@@ -121,7 +121,7 @@ def test_missing_torch_says_what_to_install(site: Path) -> None:
 
 
 def test_what_needs_torch_is_an_attribute_that_is_not_there_without_it(site: Path) -> None:
-    write(site, "gradserver/worker/ddp.py", "import torch.nn")
+    write(site, "gradserver/worker/torch_ddp/ddp.py", "import torch.nn")
     write(site, "gradserver/worker/handle.py", "class Handle: ...")
     code = "import gradserver; print(*(hasattr(gradserver, n) for n in ('DistributedDataParallel', 'Handle')))"
 
@@ -136,7 +136,7 @@ def test_star_gives_the_public_names_and_nothing_else() -> None:
 
 
 def test_another_missing_module_is_not_blamed_on_torch(site: Path) -> None:
-    write(site, "gradserver/worker/ddp.py", "import torchless")
+    write(site, "gradserver/worker/torch_ddp/ddp.py", "import torchless")
     result = run("import gradserver; gradserver.DistributedDataParallel", site)
     assert result.stderr.endswith("ModuleNotFoundError: No module named 'torchless'\n")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
-from gradserver.worker.flatten import (
+from gradserver.worker.torch_ddp.flatten import (
     COMPONENT_NAMES,
     NON_BLOCK_COMPONENTS,
     BlockShape,

@@ -57,7 +57,7 @@ def test_a_contribution_that_is_no_frames_names_its_giver(kind: Kind, bad: bytes
     outcome = reduce(command)
 
     assert isinstance(outcome, Undecodable)
-    assert outcome.rank == 1
+    assert outcome.member_id == 1
     assert isinstance(outcome.error, MalformedMessageError)
 
 

@@ -236,7 +236,7 @@ def test_anything_else_needs_pickle_and_is_allowed_by_giver_and_taker(three: lis
 
 
 def test_an_object_that_is_too_large_is_refused(three: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradserver.worker.objects.MAX_OBJECT_BYTES", 1000)
+    monkeypatch.setattr("gradserver.worker.collectives.objects.MAX_OBJECT_BYTES", 1000)
     with pytest.raises(LimitExceededError, match=r"takes 2,\d+ bytes, the limit is 1,000: send tensors as such"):
         three[0].all_gather_object(b"x" * 2000)
 

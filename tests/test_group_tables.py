@@ -8,17 +8,19 @@ from hypothesis import given, strategies as st
 from gradserver.engine.control import machine
 from gradserver.engine.control.group import State, stages
 from gradserver.engine.control.group.learners import Stage
-from gradserver.engine.control.group.stages import Event
-from gradserver.engine.control.machine import TRANSITIONS
+from gradserver.engine.control.group.stages import NEVER, STAGES, Event
+from gradserver.engine.control.machine import ILLEGAL, TRANSITIONS
 from gradserver.engine.control.reactions import Broke, Lost, ShardEnlisted, ShardLost
 from gradserver.engine.reports import report as reports
 from gradserver.protocol.errors import JoinRefusedError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Join, Message
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.worker.member import learner
+from gradserver.worker.member.identity import Identity
 from tests.commands import ROOT
 from tests.declarations import ALL_MESSAGES
 from tests.engine_harness import SEATS, Harness
-from tests.group_tables import ILLEGAL, NEVER, PAGE, STAGES, page
+from tests.group_tables import PAGE, page
 from tests.test_engine_rejoining import entered
 
 NOTICES = {Lost, Broke, ShardLost, ShardEnlisted}
@@ -88,6 +90,20 @@ def test_a_stage_that_contradicts_what_is_known_of_a_learner_is_found(monkeypatc
 
     with pytest.raises(AssertionError, match="contributes from round 2"):
         entered()
+
+
+def test_each_stage_of_a_worker_has_those_that_may_follow_it_and_no_other_follows() -> None:
+    assert list(learner.FOLLOWS) == list(learner.Stage)
+    for before in learner.Stage:
+        for after in learner.Stage:
+            identity = Identity()
+            identity.stage = before
+            if after in learner.FOLLOWS[before]:
+                identity.go_on_as(after)
+            else:
+                with pytest.raises(AssertionError, match=f"{after} of a worker that is {before}"):
+                    identity.go_on_as(after)
+            assert identity.stage is (after if after in learner.FOLLOWS[before] else before)
 
 
 @given(st.sampled_from(OF_MEMBERS).flatmap(lambda kind: ALL_MESSAGES[kind]))

@@ -36,6 +36,8 @@ BREACHES = {
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "gradserver.protocol.transport", "pickle"],
     "gradserver.worker.member.outward": ["socket", "threading", "time", "logging", "torch", "zmq"],
     "gradserver.worker.member.upward": ["gradserver.worker.client"],
+    "gradserver.worker.torch_ddp.upward": ["gradserver.worker.job"],
+    "gradserver.worker.collectives.upward": ["gradserver.worker.client"],
 }
 
 # Module to add -> what it imports; none of it breaks a rule.
@@ -46,6 +48,7 @@ PERMITTED = {
     "gradserver.protocol.transport.fine": ["zmq", "socket", "time", "logging", "gradserver.protocol.errors"],
     "gradserver.transport.fine": ["gradserver.protocol.transport", "zmq"],
     "gradserver.worker.transport.fine": ["gradserver.protocol.transport", "zmq", "threading"],
+    "gradserver.worker.job.fine": ["gradserver.worker.torch_ddp", "gradserver.worker.session"],
     "gradserver.worker.fine": ["torch", "zmq", "threading", "gradserver.protocol.errors"],
     "gradserver.fine": ["gradserver", "gradserver.engine", "zmq", "threading", "gradserver.protocol.errors"],
     "gradserver.local.fine": ["gradserver.worker.client"],
@@ -58,6 +61,8 @@ PERMITTED = {
 MODULES = [
     *("gradserver.protocol", "gradserver.protocol.errors", "gradserver.protocol.transport"),
     *("gradserver.worker", "gradserver.worker.client", "gradserver.worker.member"),
+    *("gradserver.worker.job", "gradserver.worker.torch_ddp", "gradserver.worker.data", "gradserver.worker.connect"),
+    *("gradserver.worker.collectives", "gradserver.worker.learner", "gradserver.worker.session"),
     *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
     *("gradserver.runtime", "gradserver.config"),
     *("gradserver.cli", "gradserver.tools", "gradserver.tools.demo", "gradserver.local", "gradserver.alone"),
@@ -102,7 +107,7 @@ def test_breach_is_reported(report: str, module: str, imported: str) -> None:
 
 
 def test_every_rule_is_broken_by_some_breach(report: str) -> None:
-    assert "Contracts: 0 kept, 10 broken." in report
+    assert "Contracts: 0 kept, 11 broken." in report
 
 
 def test_what_the_rules_permit_passes(tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ from gradserver.protocol.errors import (
     UsageError,
     WorkerLeftError,
 )
-from gradserver.worker import checkpoint
-from gradserver.worker.checkpoint import Directory, read, write
 from gradserver.worker.client import Worker
-from gradserver.worker.position import Position
-from gradserver.worker.stopping import stop_on_sigterm
+from gradserver.worker.job import checkpoint
+from gradserver.worker.job.checkpoint import Directory, read, write
+from gradserver.worker.job.position import Position
+from gradserver.worker.job.stopping import stop_on_sigterm
 from gradserver.worker.tree import Packed, pack
 from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, wait_until
 from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
@@ -234,7 +234,7 @@ def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str, tmp_pa
     script.write_text(f"""
 import os, time
 from tests.test_job import Stoppable
-from gradserver.worker.stopping import stop_on_sigterm
+from gradserver.worker.job.stopping import stop_on_sigterm
 job = Stoppable()
 stop_on_sigterm(job)
 {case}

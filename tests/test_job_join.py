@@ -26,8 +26,8 @@ from gradserver.protocol.errors import (
     UsageError,
 )
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker import alike
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp import alike
 from tests.cluster import Task, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
 from tests.replicas import same
@@ -121,7 +121,7 @@ def joined(cluster: LocalCluster, count: int = 1, name: str | None = None) -> Ca
 
 def stages(cluster: LocalCluster) -> list[str]:
     groups: Any = cluster.snapshot()["groups"]
-    return [joiner["stage"] for joiner in groups["local"]["joining"]]
+    return [learner["stage"] for learner in groups["local"]["joining"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -198,27 +198,27 @@ def test_a_learner_that_does_not_enter_can_do_nothing() -> None:
         plan = simple_plan([("b", 3)], FLOAT32)
         cluster.workers[0].serve_state(dict)
         cluster.workers[0].agree(plan)
-        joiner = cluster.add()
-        assert joiner.joins
-        assert (joiner.rank, joiner.world_size) == (1, 2)
+        learner = cluster.add()
+        assert learner.joins
+        assert (learner.rank, learner.world_size) == (1, 2)
         with pytest.raises(UsageError, match="agrees on the plan"):
-            joiner.enter(print)
-        joiner.agree(plan)
+            learner.enter(print)
+        learner.agree(plan)
         with pytest.raises(UsageError, match="cannot exchange gradients before it has the state"):
-            joiner.push(0, np.zeros(3, np.float32))
+            learner.push(0, np.zeros(3, np.float32))
         with pytest.raises(UsageError, match="cannot call collectives before it has the state"):
-            joiner.barrier()
+            learner.barrier()
         with pytest.raises(UsageError, match="cannot send and receive before"):
-            joiner.send(np.zeros(3), 0)
+            learner.send(np.zeros(3), 0)
 
 
 def test_a_learner_with_another_model_hears_of_it_before_anything_is_sent() -> None:
     with LocalCluster(1, elastic=(1, 4), timeout=5.0) as cluster:
         cluster.workers[0].agree(simple_plan([("b", 3)], FLOAT32))
-        joiner = cluster.add()
+        learner = cluster.add()
         with pytest.raises(PlanMismatchError, match=r"'worker-0' \(rank 0\) have b \(3, .*'worker-1' .* has b \(4,"):
-            joiner.agree(simple_plan([("b", 4)], FLOAT32))
-        assert joiner.agree(simple_plan([("b", 3)], FLOAT32)) is not None
+            learner.agree(simple_plan([("b", 4)], FLOAT32))
+        assert learner.agree(simple_plan([("b", 3)], FLOAT32)) is not None
 
 
 def test_a_learner_before_there_is_a_plan_hears_of_it_when_there_is() -> None:
@@ -235,10 +235,10 @@ def test_a_learner_in_a_group_that_ends_no_round_is_told_after_its_timeout() -> 
         plan = simple_plan([("b", 3)], FLOAT32)
         cluster.workers[0].serve_state(dict)
         cluster.workers[0].agree(plan)
-        joiner = cluster.add()
-        joiner.agree(plan)
+        learner = cluster.add()
+        learner.agree(plan)
         with pytest.raises(DeadlineError, match=r"to end round 0, so that it can join \('worker-0' \(rank 0\)\)"):
-            joiner.enter(print)
+            learner.enter(print)
 
 
 def test_a_job_that_is_not_like_the_others_does_not_come_in_and_the_others_go_on() -> None:
@@ -254,15 +254,15 @@ def test_a_job_that_is_not_like_the_others_does_not_come_in_and_the_others_go_on
             return job.round
 
         founder = Task(train, cluster.workers[0])
-        joiner = cluster.add()
+        learner = cluster.add()
 
         def other(worker: Worker) -> Job:
             model = DistributedDataParallel(Convolutional(), worker)
             return Job(model, torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1))
 
         with pytest.raises(StateError, match="this job is not like the one that it joins: loaded state dict"):
-            other(joiner)
-        joiner.abort("it is another job")
+            other(learner)
+        learner.abort("it is another job")
         stop.set()
         assert founder.result() > 0
 
@@ -470,7 +470,7 @@ class Gate:
 
 
 MEANWHILE = 6
-"""Rounds that are over while a joiner loads its state."""
+"""Rounds that are over while a learner loads its state."""
 
 
 def test_the_others_go_on_while_a_worker_joins_and_it_does_their_rounds_when_it_has_the_state() -> None:

@@ -22,8 +22,8 @@ from gradserver import (
     StateError,
     UsageError,
 )
-from gradserver.worker.checkpoint import read
 from gradserver.worker.client import Worker
+from gradserver.worker.job.checkpoint import read
 from tests.replicas import on, same
 
 SAMPLES = 19

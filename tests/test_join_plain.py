@@ -124,7 +124,7 @@ def test_over_tcp_and_with_a_state_that_is_of_something_else() -> None:
         assert trains.wait(PATIENCE)
         try:
             with (
-                connect(daemon.url, name="joiner") as worker,
+                connect(daemon.url, name="learner") as worker,
                 pytest.raises(StateError, match="is not that of a GradientExchange"),
             ):
                 GradientExchange(worker, 1, [SIZE]).enter(lambda _: None)

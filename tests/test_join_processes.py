@@ -31,7 +31,7 @@ class Fleet:
         return self._stack.enter_context(Program(*arguments, environment=self._environment, loaded="torch"))
 
     def stages(self) -> dict[str, str]:
-        return {joiner["name"]: joiner["stage"] for joiner in self.daemon.group()["joining"]}
+        return {learner["name"]: learner["stage"] for learner in self.daemon.group()["joining"]}
 
 
 def over(first: str) -> pytest.MarkDecorator:
@@ -80,10 +80,10 @@ def test_processes_join_and_leave_and_all_have_the_same_bits(fleet: Fleet) -> No
         program.expect("ok")
         assert program.end() == 0
 
-    founder, joiner, killed = map(said, (programs[0], programs[1], programs[2]))
-    assert {min(joiner), min(killed)} == {4, 5}, "one came in after the other, as there was one donor at first"
+    founder, learner, killed = map(said, (programs[0], programs[1], programs[2]))
+    assert {min(learner), min(killed)} == {4, 5}, "one came in after the other, as there was one donor at first"
     assert list(founder) == list(range(1, 13))
-    assert check(founder, joiner, killed) == [1, 1, 1, 2, 3, 3, *[2] * 6]
+    assert check(founder, learner, killed) == [1, 1, 1, 2, 3, 3, *[2] * 6]
 
 
 @over("shm")
@@ -110,16 +110,16 @@ def test_a_donor_killed_in_the_midst_of_its_state_is_followed_by_another_one(fle
     donor = fleet.start("box-0", rank=0, stop_at_part=4, hold=[2], **shape)
     other = fleet.start("box-1", rank=1, **shape)
     donor.expect("round 2 ", STARTED_WITHIN)
-    joiner = fleet.start("spot-1", rounds=12, ballast=3 * MIB_OF_FLOATS)
+    learner = fleet.start("spot-1", rounds=12, ballast=3 * MIB_OF_FLOATS)
     wait_until(lambda: fleet.stages() == {"spot-1": "waiting"}, "it waits", STARTED_WITHIN)
     donor.tell()
     donor.expect("halfway")
     donor.send_signal(signal.SIGKILL)
-    for program in (other, joiner):
+    for program in (other, learner):
         program.expect("ok")
         assert program.end() == 0
 
-    left, came = said(other), said(joiner)
+    left, came = said(other), said(learner)
     assert list(left) == list(range(1, 13))
     assert len(came) >= 5
     check(left, came)
@@ -159,20 +159,20 @@ def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path:
         fleet = Fleet(stack, tmp_path, channel, 1, backlog=64)
         founder = fleet.start("box-0", hold=[2, 150], world=1, **shape)
         founder.expect("round 2 ", STARTED_WITHIN)
-        joiner = fleet.start("spot-1", stop_at_part=3, hold=[150], **shape)
+        learner = fleet.start("spot-1", stop_at_part=3, hold=[150], **shape)
         wait_until(lambda: fleet.stages() == {"spot-1": "waiting"}, "it waits", STARTED_WITHIN)
         founder.tell()
-        joiner.expect("halfway")
+        learner.expect("halfway")
         founder.expect("round 12 ")  # while nothing of the state comes in
-        joiner.tell()
-        for program in (founder, joiner):
+        learner.tell()
+        for program in (founder, learner):
             program.expect("round 150 ")
-        for program in (founder, joiner):
+        for program in (founder, learner):
             program.tell()
             program.expect("ok")
             assert program.end() == 0
 
-    rounds, joined = said(founder), said(joiner)
+    rounds, joined = said(founder), said(learner)
     assert list(rounds) == list(range(1, 151))
     assert rounds[150][1] == 2
     members = [number for number, one in joined.items() if one[1:3] == rounds[number][1:3]]

@@ -28,8 +28,8 @@ from gradserver.protocol.plan import Bucket, Component, Plan, simple_plan
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Runtime
 from gradserver.status import fetch
-from gradserver.worker.arguments import ReductionName
 from gradserver.worker.client import Worker
+from gradserver.worker.collectives.arguments import ReductionName
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
 from tests.cluster import Program, joined, members, together

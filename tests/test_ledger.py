@@ -439,6 +439,26 @@ def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert "--state-dir is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "flag", "part"),
+    [
+        (("--repair", "--group", "g"), "--repair", "--group"),
+        (("--export", "out", "--round", 1), "--export", "--round"),
+        (("--verify", "--group", "g", "--from", 1), "--verify", "--from"),
+    ],
+)
+def test_what_takes_all_of_the_ledger_takes_no_part_of_it(
+    options: tuple[object, ...], flag: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, range(5))
+
+    assert run(capsys, tmp_path, *options) == (
+        1,
+        [],
+        [f"gradserver: {flag} takes all of the ledger: leave out {part}"],
+    )
+
+
 def test_status_tells_of_a_ledger_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import resource
 

@@ -199,7 +199,7 @@ def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(good), 1000, Memory(), contributions, (), True))
 
     assert isinstance(outcome, Undecodable)
-    assert outcome.rank == 3
+    assert outcome.member_id == 3
 
 
 def test_mean_that_overflows_blames_no_worker() -> None:
@@ -213,7 +213,7 @@ def test_mean_that_overflows_blames_no_worker() -> None:
     outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(payload), 4, Memory(), contributions, (), True))
 
     assert isinstance(outcome, NonFinite)
-    assert outcome.rank == -1
+    assert outcome.member_id == -1
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def holds_in_script(seed: int, directory: Path) -> None:
     if len(rates) == 1 and chance.random() < 0.7:
         directory.mkdir()
         group.world.harness.keep_residuals(directory)
-    what = [group.break_line, group.break_line, group.kill, group.join, group.world.kill_any_shard]
+    transfer, shard = group.lose_in_transfer, group.world.kill_any_shard
+    what = [group.break_line, group.break_line, group.kill, group.join, group.join, transfer, shard]
     for _ in range(chance.randint(0, 5)):
         group.world.at[chance.randint(0, 500)].append(partial(chance.choice(what), chance.randint(0, 3)))
     group.run()

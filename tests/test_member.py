@@ -164,6 +164,16 @@ def test_a_late_member_sends_nothing_more_of_the_round() -> None:
     assert alone.data[::SLICE_BYTES].tolist() == [1] * 4
 
 
+def test_a_member_that_stays_late_says_so_less_and_less_often() -> None:
+    stragglers = Alone(slices=1, member_ids=(0, 1, 2), late="drop").member.stragglers
+    said = []
+    for count in range(1, 40):
+        stragglers.note_late(0)
+        said += [count for warning in stragglers.finish()[1:] if warning is not None]
+
+    assert said == [8, 16, 32]
+
+
 def test_a_member_without_room_for_results_that_come_unasked_leaves() -> None:
     alone = Alone(slices=1, member_ids=(0, 1, 2), late="drop")
     alone.member.stragglers.backlog.limit = 2 * SLICE_BYTES

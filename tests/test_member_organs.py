@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import DisagreementError, WorkerLostError
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.messages import (
     Attend,
     Attended,
@@ -86,6 +89,18 @@ def test_an_inquiry_goes_to_the_shard_of_the_exchange_and_has_one_answer() -> No
     error = member.inquiries.overdue(bucket(0), alone.plan.buckets[0].operation, 5.0, ["w2"])
     assert error.message == "bucket 'b0' of round 0 is not done after 5 s; still missing: w2"
     assert (error.missing, error.bucket, error.round) == (("w2",), "b0", 0)
+
+
+def test_an_overdue_exchange_names_ranks_and_not_member_ids() -> None:
+    alone = Alone()
+    identity, overdue = alone.member.identity, alone.member.inquiries.overdue
+    identity.welcome = replace(identity.membership, rank=0, member_ids=(ME, 3, 7), names=("b", "c", "d"))
+    gather = Operation(Kind.GATHER, Op.NONE, FLOAT32, 1, 7)
+    transfer = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 1)
+
+    assert "gather of float32[1] to rank 2 is" in overdue(ExchangeKey(Stream.COLLECTIVE, 0, 0), gather, 5.0, []).message
+    said = overdue(ExchangeKey(Stream.TRANSFER, 0, 4, 7, 3), transfer, 5.0, []).message
+    assert "from rank 2 to rank 1 (tag 4) is" in said
 
 
 def test_a_state_is_that_of_one_boundary_and_a_recovery_voids_it() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gradserver import LocalCluster, OutOfStepError, PlanMismatchError
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker.blocks import GradientExchange
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.blocks import GradientExchange
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import Daemon, Gather, joined, together
 from tests.replicas import alone, on
 

@@ -22,8 +22,8 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
-from gradserver.worker.job import Job
+from gradserver.worker.job.job import Job
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import Daemon, Gather, joined, together, wait_until
 
 SLICE = 262_144

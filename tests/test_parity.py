@@ -127,7 +127,7 @@ def test_weights_that_are_ignored_are_noticed() -> None:
     """Test that a plain mean of the workers' means is not the mean over all tokens."""
     recipe = RECIPES["by tokens"]
     with LocalCluster(3) as cluster, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradserver.worker.ddp.DistributedDataParallel.set_weight", lambda *_: None)
+        patch.setattr("gradserver.worker.torch_ddp.ddp.DistributedDataParallel.set_weight", lambda *_: None)
         modules = cluster.run(train, recipe)
 
     assert distance(modules[0], alone(recipe.name)) > tolerance(recipe.name)

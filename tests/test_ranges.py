@@ -23,7 +23,7 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import DisagreementError, GradServerError, InvalidArgumentError, StateError, UsageError
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
-from gradserver.worker.permutation import epoch_permutation
+from gradserver.worker.data.permutation import epoch_permutation
 from tests.cluster import PATIENCE, Daemon, Program
 from tests.replicas import on
 

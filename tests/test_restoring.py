@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gradserver.engine import Engine, declared
-from gradserver.engine.commands import Log
+from gradserver.engine.commands import Log, Send
+from gradserver.engine.control.access import Access
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Restored
+from gradserver.engine.events import Received, Restored
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import (
     Boundary,
@@ -30,6 +31,8 @@ from gradserver.ledger.command import Selection, show
 from gradserver.ledger.files import files_of
 from gradserver.ledger.state import StateDir
 from gradserver.protocol.errors import StateError
+from gradserver.protocol.messages import Failure, Join
+from gradserver.protocol.messages.recovery import Resume
 from tests.engine_harness import plan_of
 from tests.test_state_dir import opened, round_record
 
@@ -60,6 +63,10 @@ def engine(path: Path, policy: Policy | int = 2) -> tuple[Engine, list[str]]:
         commands = found.handle(Restored(state.restored), 0.0)
     found.validate()
     return found, [command.text for command in commands if isinstance(command, Log)]
+
+
+def join(name: str, rank: int = -1) -> Join:
+    return Join("g", name, rank, 0, 60.0)
 
 
 def test_the_next_coordinator_finds_what_still_matters_and_counts_itself(tmp_path: Path) -> None:
@@ -171,7 +178,54 @@ def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tm
     found, logs = engine(tmp_path, 3)
 
     assert found.control.groups == {}
-    assert logs == ["group 'g' ends: --workers is 3 now, and must be what it was when the group began"]
+    what = "--workers is 3 now, and must be what it was: the group had 2 workers"
+    assert logs == [f"group 'g' ends: {what}"]
+    told, *_ = found.handle(Received(7, Resume("g", 0, "", 1, "")), 1.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failure)
+    assert f"to resume in, as {what}: call connect again" in told.message.text
+
+
+@pytest.mark.parametrize("names", ["ab", "ba", "abc"])
+def test_an_elastic_group_ends_when_all_its_workers_are_started_anew(names: str, tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(7))
+    found, _ = engine(tmp_path, Policy(2, 4))
+    group = found.control.groups["g"]
+
+    for number, name in enumerate(names):
+        assert found.control.groups["g"] is group or number > 1, "the other worker may come back"
+        logs = [log.text for log in found.handle(Received(number, join(name)), 1.0) if isinstance(log, Log)]
+        found.validate()
+        if number == 0:
+            said = f"{name!r} waits: the workers of group 'g' may come back, 'a' (rank 0), 'b' (rank 1)"
+            assert logs == [f"group 'g': {said}"]
+
+    assert [applicant.join.name for applicant in found.control.groups["g"].applicants.waiting] == [*names]
+
+
+def test_workers_of_a_group_that_may_not_be_founded_any_more_are_told(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(7))
+    found, _ = engine(tmp_path, Policy(2, 4))
+    found.control._registry.access = Access(frozenset({"other"}))
+    found.handle(Received(0, join("a")), 1.0)
+
+    commands = found.handle(Received(1, join("b")), 1.0)
+    found.validate()
+
+    assert {one.connection for one in commands if isinstance(one, Send) and isinstance(one.message, Failure)} == {0, 1}
+    assert found.control.groups == {}
+
+
+def test_a_worker_that_suits_no_new_group_is_told(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, round_record(7))
+    found, _ = engine(tmp_path, Policy(2, 4))
+    found.handle(Received(0, join("a", 1)), 1.0)
+
+    commands = found.handle(Received(1, join("b", 1)), 1.0)
+    found.validate()
+
+    (error,) = [one.message.text for one in commands if isinstance(one, Send) and isinstance(one.message, Failure)]
+    assert error.startswith("rank 1 of group 'g' is taken by 'a'")
 
 
 def test_a_group_that_needs_as_many_workers_as_it_has_goes_on(tmp_path: Path) -> None:

@@ -74,21 +74,21 @@ class Scene:
         agreeing = Task(self.worker.agree, plan)
         self.now.agree()
         self.plan = agreeing.result()
-        lifeline, resumption = self.worker._session._lifeline, self.worker._session.resumption
-        assert isinstance(lifeline, reconnect.Lifeline)
+        lasting, resumption = self.worker._session._lasting, self.worker._session.resumption
+        assert isinstance(lasting, reconnect.ReconnectingChannel)
         assert resumption is not None
-        self.lifeline, self.resumption = lifeline, resumption
+        self.lasting, self.resumption = lasting, resumption
         self.data = [np.full(bucket.numel, 1.0 + index, np.float32) for index, bucket in enumerate(plan.buckets)]
 
-    def again(self, version: int = 0) -> tuple[Resume, Holding, list[Span]]:
+    def again(self, generation: int = 0) -> tuple[Resume, Holding, list[Span]]:
         """Let the coordinator die, and another one take its place."""
         self.now.die()
         self.now = self._stack.enter_context(Scripted(self.now.url))
-        return self.reopen(version)
+        return self.reopen(generation)
 
-    def reopen(self, version: int) -> tuple[Resume, Holding, list[Span]]:
+    def reopen(self, generation: int) -> tuple[Resume, Holding, list[Span]]:
         asks = self.now.hear(Resume, 10.0)
-        self.now.say(Resumed(2, version))
+        self.now.say(Resumed(2, generation))
         holding = self.now.hear(Holding)
         return asks, holding, unpack_spans(self.now.payloads[0])
 
@@ -124,7 +124,7 @@ def test_what_was_not_answered_is_sent_again_and_what_was_is_not(scene: Scene) -
 
     asks, holding, spans = scene.again()
     assert asks == Resume("default", 0, TOKEN, 1, scene.plan.hash)
-    assert (holding.version, holding.round, holding.weight) == (0, 0, 2.0)
+    assert (holding.generation, holding.round, holding.weight) == (0, 0, 2.0)
     assert spans == [Span(State.HELD, LONG, 0, 1, (1.0,))]
     scene.answer(LONG, 2, 9.0)  # others had it
     scene.now.say(Standing(0, 0))
@@ -153,10 +153,10 @@ def test_nothing_is_pushed_before_standing_and_what_is_begun_meanwhile_comes_aft
 def test_the_standing_of_an_earlier_recovery_means_nothing(scene: Scene) -> None:
     scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))
-    scene.again(version=4)
+    scene.again(generation=4)
     scene.now.say(Resumed(2, 5))
     scene.now.say(Standing(4, 0))
-    assert scene.now.hear(Holding).version == 5
+    assert scene.now.hear(Holding).generation == 5
     assert scene.now.hears_nothing(0.1)
     scene.now.say(Standing(5, 0))
     scene.pushes((SHORT, 0))
@@ -195,7 +195,7 @@ def test_what_a_member_holds_is_said_behind_a_push_that_another_thread_is_about_
     assert scene.now.hears_nothing(0.2)
     go.set()
     scene.pushes((SHORT, 0))
-    assert scene.now.hear(Holding).version == 1
+    assert scene.now.hear(Holding).generation == 1
     scene.now.say(Standing(1, 0))
     scene.pushes((SHORT, 0))
     scene.answer(SHORT, 0, 5.0, 10)
@@ -370,13 +370,13 @@ def test_a_connection_that_breaks_just_before_the_member_waits_for_what_stands_i
     def restate_too_late(channel: TcpChannel) -> Handle:
         if not broken:  # as when a second data shard is lost while the worker shares memory with the first
             broken.append(channel)
-            scene.lifeline.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
+            scene.lasting.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
         return restate(channel)
 
     scene.resumption.restate = restate_too_late  # type: ignore[assignment, method-assign]
     scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))
-    scene.again(version=1)
+    scene.again(generation=1)
 
     scene.reopen(2)  # and not when the wait for the first has run out
     scene.now.say(Standing(2, 0))
@@ -466,10 +466,47 @@ def test_a_coordinator_that_is_stopped_may_be_started_again(scene: Scene) -> Non
     scene.pushes((SHORT, 0))
 
 
+def test_a_worker_that_is_closed_just_when_it_resumes_leaves_no_thread(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that it waits for no answer that it has begun to wait for behind the call which ends all such waits."""
+    tries, interrupted, waits = threading.Event(), threading.Event(), threading.Event()
+    resume, check, interrupt = scene.resumption.resume, scene.lasting._check_trying, scene.resumption.interrupt
+
+    def resume_late(channel: TcpChannel) -> Handle:
+        tries.set()
+        assert interrupted.wait(TIMEOUT)
+        try:
+            return resume(channel)
+        except GradServerError:
+            waits.set()
+            raise
+
+    def check_and_wait() -> None:
+        check()
+        if interrupted.is_set():
+            waits.set()
+
+    def interrupt_early(error: GradServerError) -> None:
+        interrupt(error)
+        interrupted.set()
+        assert waits.wait(TIMEOUT)
+
+    monkeypatch.setattr(scene.resumption, "resume", resume_late)
+    monkeypatch.setattr(scene.lasting, "_check_trying", check_and_wait)
+    monkeypatch.setattr(scene.resumption, "interrupt", interrupt_early)
+    scene.now.die()
+    scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+    assert tries.wait(TIMEOUT)
+    scene.worker.abort("the test is over")
+
+    assert not scene.lasting._thread.is_alive()
+
+
 def test_a_worker_that_leaves_waits_until_the_recovery_is_over(scene: Scene) -> None:
     finish(scene, 0, 6.0)
     scene.now.die()
-    wait_until(lambda: not scene.lifeline._is_up, "the worker has noticed it")
+    wait_until(lambda: not scene.lasting._is_up, "the worker has noticed it")
     leaving = Task(scene.worker.close)
     scene.now = scene._stack.enter_context(Scripted(scene.now.url))
     _, _, spans = scene.reopen(0)

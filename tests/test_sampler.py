@@ -29,8 +29,8 @@ from torch.utils.data import (  # noqa: E402
     TensorDataset,
 )
 
-from gradserver.worker.permutation import epoch_permutation  # noqa: E402
-from gradserver.worker.sampler import ShardSampler, Uneven  # noqa: E402
+from gradserver.worker.data.permutation import epoch_permutation  # noqa: E402
+from gradserver.worker.data.sampler import ShardSampler, Uneven  # noqa: E402
 from tests.refusals import refused  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -343,7 +343,7 @@ def test_every_process_draws_the_same_permutation() -> None:
     """Test another process than this one: its hashes and its generators have other seeds."""
     code = (
         "import hashlib, sys, numpy as np, torch\n"
-        "from gradserver.worker.sampler import ShardSampler, Uneven\n"
+        "from gradserver.worker.data.sampler import ShardSampler, Uneven\n"
         "np.random.seed(int(sys.argv[1])); torch.manual_seed(int(sys.argv[1]))\n"
         "sampler = ShardSampler(5000, 1, 3, seed=11)\n"
         "sampler.set_epoch(2)\n"

@@ -20,7 +20,7 @@ from torch import nn
 
 import gradserver
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import STARTED_WITHIN, Program, coordinator, joined, together
 from tests.training import digest
 

@@ -9,6 +9,7 @@ import pytest
 
 from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import (
+    ClosedError,
     ConnectionLostError,
     DeadlineError,
     GradServerError,
@@ -20,7 +21,7 @@ from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Strea
 from gradserver.protocol.messages import Failure, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.handle import Handle
-from gradserver.worker.joiner import receive
+from gradserver.worker.learner import receive
 from gradserver.worker.session import Session, ShardReceiver
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, agree, bucket, collective, joined_session, memory
@@ -237,7 +238,10 @@ def test_a_learner_takes_the_state_from_another_when_the_first_one_does_not_send
     receiving.error(WorkerLostError)
     with pytest.raises(WorkerLostError, match="the member that was to send its state does not"):
         receive(session, first)
-    assert not Task(receive, session, second).ended(0.05)
+    receiving = Task(receive, session, second)
+    assert not receiving.ended(0.05)
+    session.close("the test is over")
+    receiving.error(ClosedError)
 
 
 def test_weights_that_differ_from_slice_to_slice_are_told_by_the_largest(session: Session) -> None:

@@ -15,7 +15,7 @@ import pytest
 from gradserver import reducer
 from gradserver.engine import Engine
 from gradserver.engine.commands import Command, Record, Reduce, Send
-from gradserver.engine.control import restore
+from gradserver.engine.control import learners as control_learners, restore
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.events import Event
 from gradserver.engine.orders import Configure, RemoteOrder
@@ -28,7 +28,7 @@ from gradserver.protocol.exchange import Op, Stream
 from gradserver.protocol.messages import Membership, Result, RoundDone
 from gradserver.protocol.messages.recovery import Resumed, Standing
 from gradserver.worker.boundaries import Boundaries
-from gradserver.worker.joiner import _Incoming
+from gradserver.worker.learner import _Incoming
 from gradserver.worker.member import inventory, sendqueue
 from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.carryover import CarryOver
@@ -41,7 +41,7 @@ from gradserver.worker.member.sendqueue import ShardTraffic
 from tests import fibers
 from tests.lossy_session_group import LossyGroup
 from tests.session_group import Act, Group, LateGroup
-from tests.session_scripts import check, script, script_of_parts
+from tests.session_scripts import check, script, script_of_parts, script_of_promotions
 from tests.session_world import real_code
 
 SCRIPTS = 150
@@ -103,7 +103,7 @@ def _earlier(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(command: Reduce) -> Any:
         first, *others = command.contributions
-        where = command.key.part, command.slice, first.rank, command.nbytes
+        where = command.key.part, command.slice, first.member_id, command.nbytes
         old, before[where] = before.get(where), first
         if command.operation.op is Op.MEAN and old is not None and old.payload is not None:
             command = command._replace(contributions=[first._replace(payload=old.payload), *others])
@@ -222,6 +222,17 @@ def _a_shard_knows_no_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("gradserver.engine.control.shard_replacement.reopen", wrong)
 
 
+def _forgets_learners(patch: pytest.MonkeyPatch) -> None:
+    """Forget at a restart which learners contribute to the open round."""
+    right = restore._entered
+
+    def wrong(group: Any, found: Any) -> Entered | None:
+        entered = right(group, found)
+        return None if entered is None or entered.round == group.rounds.number else entered
+
+    patch.setattr(restore, "_entered", wrong)
+
+
 def _given_twice(patch: pytest.MonkeyPatch) -> None:
     """Keep what a worker gave too late, though it is added to what it gives next."""
     right = CarryOver.add_to
@@ -254,6 +265,8 @@ def _owed_twice(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Plant] = {
     "what a worker gives too late counts again and again": _given_twice,
+    "a coordinator forgets at a restart which learners contribute": _forgets_learners,
+    "a learner waits for a donor that was lost": method(control_learners, "_have_others_go_on", lambda *_: None),
     "one bit of a mean is another": sums(lambda command: command, _flip),
     "one member gets another bit than the others": says(_one_gets_another_bit),
     "a worker writes another bit than it got": _written_apart,
@@ -332,9 +345,12 @@ def _lossy(seed: int) -> Group:
 
 SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
     "what a worker gives too late counts again and again": _late,
+    "a coordinator forgets at a restart which learners contribute": script_of_promotions,
+    "a learner waits for a donor that was lost": script_of_promotions,
     "a data shard does not know the membership": _replaced_twice,
     "a member says how long frames are that it lacks": _gathers,
     "a part of a collective is over though others are open": script_of_parts,
+    "a member that says what it holds waits for itself": script_of_parts,
     "what is given again goes behind later collectives": _at_once,
     "what a lossy codec keeps back is in what is sent again": _lossy,
     "what a lossy codec keeps back counts twice": _lossy,

@@ -16,11 +16,13 @@ from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.policy import Lateness, Policy
+from gradserver.engine.records import Boundary, Entered, Epoch
 from gradserver.worker.clock import Clock
+from tests.crash_harness import Trap
 from tests.examples import examples
 from tests.fibers import Scheduler, driving
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
-from tests.session_scripts import check, script, script_of_parts
+from tests.session_scripts import check, script, script_of_parts, script_of_promotions
 from tests.session_world import SLICE, real_code
 
 
@@ -42,7 +44,12 @@ portions = st.lists(
     st.builds(Act, st.sampled_from(sorted(MAY_BE_LOST)), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=6
 )
 """Collectives with bytes of its own for each member."""
+more_modules = st.lists(buckets, min_size=1, max_size=3)
 fuses = st.lists(st.integers(0, 80), max_size=4)
+many_fuses = st.lists(st.integers(0, 40), max_size=8)
+few_fuses = st.lists(st.integers(0, 60), max_size=2)
+traps = st.lists(st.builds(Trap, st.sampled_from([Boundary, Entered, Epoch]), st.integers(0, 9)), max_size=4)
+"""Losses of a process that carries out what a promotion is written with, or what follows."""
 many_rates = st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
 sharded = many_rates.filter(lambda rates: len(rates) > 1)
 seeds = st.integers(0, 2**20)
@@ -53,6 +60,7 @@ latenesses = st.one_of(
 )
 preemptions = st.sampled_from([0.0, 0.0, 0.05])
 joins = st.dictionaries(st.integers(0, 400), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=3)
+early = st.dictionaries(st.integers(0, 60), st.lists(st.integers(0, 3), min_size=1, max_size=1), min_size=1, max_size=2)
 happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=4)
 
 
@@ -68,7 +76,7 @@ def plan(group: Group, happens: Happenings, what: Callable[[int], object]) -> No
             group.world.at[step].append(partial(what, number))
 
 
-@given(worlds, buckets, rounds, fuses, happenings, seeds, preemptions)
+@given(worlds, buckets, rounds, many_fuses, happenings, seeds, preemptions)
 @example(3, [5, 11], [ROUND, ROUND, ROUND], [51], {}, 200343, 0.05)  # it is lost while a member begins to leave
 @settings(max_examples=examples(18))
 def test_lost_coordinators_and_connections_cost_no_member_anything(
@@ -206,6 +214,31 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
     group.check_entered()
 
 
+@given(worlds, more_modules, st.data(), few_fuses, traps, early, happenings, happenings, many_rates, seeds)
+@settings(max_examples=examples(10))
+def test_what_is_lost_in_the_midst_of_a_promotion_costs_no_other_member_anything(
+    world: int,
+    sizes: list[list[int]],
+    data: st.DataObject,
+    crashes: list[int],
+    behind: list[Trap],
+    learners: Happenings,
+    transfers: Happenings,
+    losses: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    program = data.draw(st.lists(rounds_of(len(sizes)), min_size=5, max_size=9))
+    group = Group(world, sizes, program, seed, rates, crashes)
+    group.world.traps = behind
+    plan(group, learners, group.join)
+    plan(group, transfers, group.lose_in_transfer)
+    plan(group, losses, group.world.kill_any_shard)
+    group.run()
+    group.check()
+    group.check_entered()
+
+
 @given(
     st.integers(1, 3), buckets, st.integers(2, 5), latenesses, fuses, happenings, happenings, joins, many_rates, seeds
 )
@@ -282,6 +315,37 @@ def test_collectives_go_on_if_the_result_of_a_later_one_came_before_the_coordina
 def test_all_laws_hold_in_many_scripts(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
         check(script(seed))
+
+
+@pytest.mark.parametrize(
+    ("rates", "fuse", "step", "seed"),
+    [((1.0,), 7, 13, 49), ((1.0,), 3, 21, 18), ((1.0, 1.0), 11, 11, 9), ((1.0, 1.0), 6, 21, 13)],
+)
+def test_a_late_member_that_is_left_alone_ends_its_round_whichever_module_it_is_of(
+    rates: tuple[float, ...], fuse: int, step: int, seed: int
+) -> None:
+    policy = Policy(1, 8, lateness=Lateness(quorum=1, grace=0.0))
+    group = LateGroup(2, [[8], [20]], [Act(section=1), ROUND], seed, rates, [fuse], policy)
+    group.world.at[step].append(partial(group.kill, 1))
+    group.run()
+    group.check()
+
+
+@pytest.mark.parametrize("seed", [1505, 9000041, 9000111])
+def test_a_donor_goes_on_when_its_learner_is_lost_behind_the_first_slice_of_a_part(seed: int) -> None:
+    check(script_of_promotions(seed))
+
+
+@pytest.mark.parametrize("seed", [2145])
+def test_a_shard_without_a_push_of_a_closed_round_knows_its_module(seed: int) -> None:
+    check(script_of_promotions(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:
+    for seed in range(150 * part, 150 * (part + 1)):
+        check(script_of_promotions(seed))
 
 
 @pytest.mark.long

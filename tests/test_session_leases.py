@@ -9,7 +9,7 @@ from gradserver.protocol.messages import Failure, Push, Result, RoundDone, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import pack
 from gradserver.worker.client import Worker
-from gradserver.worker.ranges import DataRanges
+from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.session import Session
 from tests.cluster import Task
 from tests.test_session import Tape, agree, answer, bucket, joined_session, memory, plan_of, push

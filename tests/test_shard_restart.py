@@ -21,6 +21,8 @@ from tests.test_shard_processes import Shard, children_of
 MEMBER = Path(__file__).with_name("long_run_program.py")
 CHILDREN = ("--shards", "3")
 ALLOWED = ("--allow-shards",)
+NOTICED = 10.0
+"""Seconds until a frozen shard is lost (3) and another process is started (1), on a busy machine."""
 
 
 @contextmanager
@@ -152,13 +154,26 @@ def test_a_worker_that_joins_while_the_books_are_open_comes_in(tmp_path: Path) -
         daemon.end()
         daemon = stack.enter_context(Daemon(*options))
 
-        joiner = stack.enter_context(Program(str(MEMBER), daemon.url, "newcomer"))
+        learner = stack.enter_context(Program(str(MEMBER), daemon.url, "newcomer"))
         wait_until(lambda: daemon.group()["joining"], "a worker joins")
         assert daemon.group()["state"] == "recovering", "one of the members is not back"
         first.tell("100")
-        joiner.expect("entered ")
+        learner.expect("entered ")
         first.expect("round 103")
         first.hang_up()
-        for program in (first, other, joiner):
+        for program in (first, other, learner):
             program.expect("ok ")
             assert program.end() == 0
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with its coordinator"])
+def test_a_silent_shard_is_replaced_when_its_silence_is_noticed(alone: bool, tmp_path: Path) -> None:
+    """Test that no recovery waits for a frozen shard: not the one that it begins, nor the next coordinator's."""
+    with held(tmp_path, "tcp") as (group, shard):
+        shard.send_signal(signal.SIGSTOP)
+        if not alone:
+            group.kill()
+            group.start()
+        wait_until(lambda: children_of(group.daemon.pid), "another one was started", NOTICED)
+        go_on(group)
+        shard.send_signal(signal.SIGCONT)

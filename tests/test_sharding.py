@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
-from gradserver.worker.sharding import check_rank, shard_batches, whole_number
+from gradserver.worker.data.sharding import check_rank, shard_batches, whole_number
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,6 +97,7 @@ def test_whole_number_accepts_its_lower_bound() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, worker.sharding, worker.flatten; assert 'torch' not in sys.modules"
+    modules = "gradserver.worker.data.sharding, gradserver.worker.torch_ddp.flatten"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -647,6 +647,29 @@ def test_a_sync_that_fails_is_a_disk_that_fails(tmp_path: Path, monkeypatch: pyt
         assert found.snapshot()["trouble"] == "input/output error"
 
 
+def test_a_file_that_is_full_is_synced_later_if_no_descriptor_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_is_free(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    synced: list[int] = []
+    with opened(tmp_path, sync=1000.0, file_bytes=1000) as found:
+        first = found._fd
+        for number in range(100):
+            found.append(round_record(number))
+        assert found._fd != first
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", none_is_free)
+            with pytest.raises(OSError, match="Too many open files"):
+                found._sync_all()
+            patch.undo()
+            patch.setattr(os, "fdatasync", synced.append)
+            found._sync_all()
+
+    assert first in synced
+
+
 # ── directories ───────────────────────────────────────────────────────────────────────────────────────
 
 

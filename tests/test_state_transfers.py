@@ -11,6 +11,7 @@ from gradserver.protocol.errors import DeadlineError, JoinRefusedError, WorkerLo
 from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Pool, is_state
 from gradserver.protocol.limits import (
     MAX_STATE_ATTEMPTS,
+    SLICE_BYTES,
     STATE_ASK_SECONDS,
     STATE_REST_SECONDS,
     STATE_STALL_SECONDS,
@@ -305,6 +306,28 @@ def test_a_listener_that_lacks_some_of_the_state_gets_that_of_another_member() -
 
     (done,) = [message for message in driven.told(LEARNER, RoundDone) if message.round == 1]
     assert done.transfers == (Transfer(told.number + 1, 1, told.learner, False),)
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_donor_whose_learner_is_lost_in_the_midst_of_a_part_stays_a_member(another: bool) -> None:
+    """Test that the rest of the part, which is on its way already, breaks no rule."""
+    driven = Training()
+    driven.enter()
+    (told,) = driven.train()
+    key = ExchangeKey(2, 0, STATE_TAG + told.number, told.donor, told.learner)
+    operation = Operation(Kind.TRANSFER, Op.NONE, UINT8, SLICE_BYTES + 8)
+    driven.push(LEARNER, key, operation=operation)
+    driven.push(LEARNER, key, index=1)
+    if another:
+        driven.enter("another", LEARNER + 1)
+    driven.lose(LEARNER)
+
+    driven.push(told.donor, key, bytes(SLICE_BYTES), operation=operation)
+    driven.push(told.donor, key, bytes(8), index=1)
+
+    assert SEATS + told.donor not in driven.closed
+    assert driven.states() == []
+    assert all(isinstance(failure, WorkerLostError) for failure in driven.failures(told.donor))
 
 
 @pytest.mark.parametrize("expected", [False, True])

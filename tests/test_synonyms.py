@@ -15,8 +15,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from gradserver.protocol.errors import DeadlineError, InvalidArgumentError, InvalidRankError
-from gradserver.worker.arguments import Reduction
 from gradserver.worker.client import Worker
+from gradserver.worker.collectives.arguments import Reduction
 from tests.cluster import ROOT, members, together
 
 Array = np.ndarray[Any, np.dtype[np.float32]]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import gradserver
 from gradserver.worker.client import Worker
-from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.models import Transformer, tokens
 
 STEPS = 50

@@ -24,12 +24,12 @@ from gradserver.protocol.messages import Membership
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.protocol.plan_codecs import with_codec
 from gradserver.worker.agreement import Agreement
-from gradserver.worker.arguments import check_weight
-from gradserver.worker.collectives import S
+from gradserver.worker.collectives.arguments import check_weight
+from gradserver.worker.collectives.calls import S
+from gradserver.worker.collectives.objects import ObjectCollectives
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
-from gradserver.worker.joiner import enter
+from gradserver.worker.learner import enter
 from gradserver.worker.member.learner import Arrival, Stage
-from gradserver.worker.objects import ObjectCollectives
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Tensor, bind, empty
 from gradserver.worker.tree import Tree

@@ -33,7 +33,7 @@ from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.farewell import Farewell
 from gradserver.worker.transport.greeting import takes_no_workers
-from gradserver.worker.transport.reconnect import Lifeline
+from gradserver.worker.transport.reconnect import ReconnectingChannel
 from gradserver.worker.transport.tcp import TcpChannel
 
 log = logging.getLogger("gradserver")
@@ -173,7 +173,7 @@ def join(wish: Wish) -> Worker:
     connection, session = _join(url, wish.join, until)
     try:
         if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-            session.endure(Lifeline(connection, session, wish.reconnect))
+            session.endure(ReconnectingChannel(connection, session, wish.reconnect))
         elif not session.membership.needs_all:
             connection.attach(Farewell(session, url))
         _attend_shards(connection, session, until)

@@ -1,8 +1,8 @@
 """A member that sends its state to learners: a copy of it, in parts, while it goes on training.
 
 The state of a transfer is that at one boundary between two rounds. `gradserver.worker.member.donor` says which are
-asked for. `StateSender.give` is called there: by `gradserver.Job`
-when it has stepped, and at the latest before anything of the next round begins.
+asked for. `StateSender.give` is called there: by `gradserver.Job` when it has stepped, and at the latest before
+anything of the next round begins.
 
     what is sent    bytes
     ──────────────  ───────────────────────────────────────────────────────────────────────

@@ -1,12 +1,13 @@
 """Signal handlers that raise, delayed while code works on an exchange.
 
 Python runs signal handlers in the main thread, between any two steps of whatever it does. A handler that raises there,
-as that of Ctrl-C does, would leave an exchange half done: a message taken and not settled, a slice counted as sent that
-is not. Therefore handlers are called through a stand-in, from the first wait of the main thread on. It looks at the
-stack. Inside a function that is `uninterrupted` it delays the handler, and the signal comes again a moment later, until
-that function has returned. A call that a raising handler interrupts is thus either done, or can be waited for again.
+as that of Ctrl-C does, would leave an exchange half done. A message would be taken and not settled, or a slice would
+count as sent and be unsent. Therefore handlers are called through a stand-in, from the first wait of the main thread
+on. It looks at the stack. Inside a function that is `uninterrupted` it delays the handler, and the signal comes again a
+moment later, until that function has returned. A call that a raising handler interrupts is thus either done, or can be
+waited for again.
 
-Of the functions on the stack that are marked, the innermost one decides: one that `admits` handlers only waits, and
+Of the functions on the stack that are marked, the innermost one decides. One that `admits` handlers only waits. It
 notes what it gets before any step at which a handler could run. Marks cost nothing where no signal comes. Threads other
 than the main one run no handlers.
 """

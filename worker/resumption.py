@@ -92,7 +92,7 @@ class Resumption:
                 with self._traffic.mutex:
                     held, payload = self.recovery.fetch(message)
                 self._traffic.channel.send(held, (payload,) if payload is not None else (), shard)
-            case Standing() if message.version == self.recovery.generation:
+            case Standing() if message.generation == self.recovery.generation:
                 self._stands(there, message.round)
 
     def _resumed(self, message: Resumed, shard: ShardTraffic) -> None:

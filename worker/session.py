@@ -42,7 +42,7 @@ MAX_REASON = 500
 
 
 class Lasting(Channel, Protocol):
-    """The channel of a durable group, which outlives connections: `gradserver.worker.transport.reconnect.Lifeline`."""
+    """The channel of a durable group, which outlives connections (`gradserver.worker.transport.reconnect`)."""
 
     @property
     def resumption(self) -> Resumption:
@@ -57,8 +57,8 @@ class Lasting(Channel, Protocol):
     def prepare_to_leave(self, patience: float) -> None:
         """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first."""
 
-    def part(self) -> None:
-        """The membership is over."""
+    def put_out_beacon(self) -> None:
+        """Show no more that this process runs: the membership is over."""
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         self.donor = StateSender(self.traffic)
         self.boundaries = Boundaries(self.traffic, self.donor)
         self.resumption: Resumption | None = None
-        self._lifeline: Lasting | None = None
+        self._lasting: Lasting | None = None
         self.disowned: UsageError | None = None
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
@@ -152,11 +152,11 @@ class Session:
         self.member.plans.keep(section.number, weakref.ref(agreement) if beside else lambda: agreement)
         return agreement
 
-    def endure(self, lifeline: Lasting) -> None:
-        """Take ``lifeline`` for the channel from now on: with it this membership outlives connections."""
-        self._lifeline, self.resumption = lifeline, lifeline.resumption
-        self.traffic.channel = lifeline
-        self.member.exchanges.endure(lifeline, Slots(lifeline, lifeline.region), self.resumption.inventory)
+    def endure(self, channel: Lasting) -> None:
+        """Take ``channel`` from now on: with it this membership outlives connections."""
+        self._lasting, self.resumption = channel, channel.resumption
+        self.traffic.channel = channel
+        self.member.exchanges.endure(channel, Slots(channel, channel.region), self.resumption.inventory)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
         plans = self.member.plans
@@ -180,8 +180,8 @@ class Session:
         if self.disowned is not None:
             raise self.disowned.again()
         error = ClosedError(f"the worker was closed ({reason})")
-        if self._lifeline is not None and not self.closed:
-            self._lifeline.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
+        if self._lasting is not None and not self.closed:
+            self._lasting.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
         with self.traffic.mutex:
             still_open = self.traffic.close(error)
             self.member.exchanges.send_nothing()
@@ -255,8 +255,8 @@ class Session:
         match message:
             case Failure(scope=Scope.CONNECTION):
                 error = message.exception()
-                if self._lifeline is not None and isinstance(error, CoordinatorStoppedError):
-                    self._lifeline.stopped(error)  # another one may take its place
+                if self._lasting is not None and isinstance(error, CoordinatorStoppedError):
+                    self._lasting.stopped(error)  # another one may take its place
                 else:
                     self.lost(error)
             case Failure():
@@ -272,19 +272,19 @@ class Session:
         """The channel broke: everything open, and everything later, fails with ``error``."""
         with self.traffic.mutex:
             self.traffic.close(error)
-        if self._lifeline is not None:
-            self._lifeline.part()
+        if self._lasting is not None:
+            self._lasting.put_out_beacon()
         self._fail_everything(error)
 
-    def attend(self, shard: int, timeout: float, channel: Channel | None = None, version: int = 0) -> Handle:
+    def attend(self, shard: int, timeout: float, channel: Channel | None = None, generation: int = 0) -> Handle:
         """Tell a data shard which worker this is; the handle is done when it has let the worker in.
 
-        In a recovery with the generation ``version`` that a Resumed brought, on the ``channel`` on which that came.
+        In a recovery, with the ``generation`` that a Resumed brought, on the ``channel`` on which that came.
         """
         channel = channel or self.traffic.channel
         handle = Handle(timeout, channel)
         with self.traffic.mutex:
-            message = self.member.attachment.attend(shard, version, handle)
+            message = self.member.attachment.attend(shard, generation, handle)
         channel.send(message, (), shard)
         return handle
 

@@ -192,8 +192,8 @@ class Traffic:
     def pump(self) -> None:
         """Send what may be sent. One thread at a time does it; others leave a note and go on.
 
-        Over memory a send can come back here in the same thread, with a result that frees credit: the
-        note lets the outer call see to it.
+        Over memory a send can come back here in the same thread, with a result that frees credit. The note lets the
+        outer call see to it.
         """
         self._pump_again = True
         exchanges = self.member.exchanges

@@ -5,7 +5,7 @@
 
 A tree is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and torch tensors.
 Element types are those of `gradserver.protocol.dtypes`. (OrderedDict and Counter, which torch's states hold, keep their
-types too.) It comes back equal bit by bit, apart from what only its process knows: tensors come back contiguous on the
+types too.) It comes back equal bit by bit, apart from what only its process knows. Tensors come back contiguous on the
 CPU, without memory that they shared, and require no gradient.
 
 Nothing is evaluated or unpickled, and no size is believed before its bytes are there. Decoding takes any bytes, and

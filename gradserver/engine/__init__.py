@@ -43,7 +43,7 @@ class Engine:
         rate: of this process's link in Gbit/s, as others state theirs; None if it is unknown.
         digests: whether to hash what is summed and what comes out, for the ledger.
         incarnation: number of coordinators that have begun where this one writes its records; 0 if none are kept.
-            Elastic groups are durable if they are.
+            Groups are durable if they are.
         runs: whether the process that has a beacon (`gradserver.protocol.beacon`) is known to run, whatever else
             it does.
         access: rules for founding groups and for taking data shards.

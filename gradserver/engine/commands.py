@@ -30,19 +30,19 @@ class Send(NamedTuple):
 class Contribution(NamedTuple):
     """One worker's slices. ``payload`` None stands for zeros. Weight 0 never gets this far."""
 
-    rank: int
+    member_id: int
     weight: float
     payload: Buffer | None
 
 
 RESULT = -1
-"""In the place of a rank: the digest of the result."""
+"""In the place of a member id: the digest of the result."""
 
 
 class Digests(NamedTuple):
     """Digests that are wanted of a reduction, which stands at byte ``at`` of all that its bucket's round hashes.
 
-    The reducer puts them into ``found``, in parts that add up: (rank, digest).
+    The reducer puts them into ``found``, in parts that add up: (member id, digest).
     """
 
     at: int

@@ -18,19 +18,20 @@ _NO_PAYLOADS: Final[tuple[Buffer, ...]] = ()
 
 
 class Eviction(NamedTuple):
-    """A worker that is to lose its connection, and why."""
+    """A worker that is to lose its connection. It is told the error, and the others ``why``, if that is not empty."""
 
     connection: int
     error: GradServerError
-    ended: bool
+    ended: bool = False
+    why: str = ""
 
 
 class Effects:
     """Effects of one event, in the order in which they are carried out.
 
-    A decision is written before any member is told of it: `journal` puts its record in front of all that this event has
-    said so far. What data halves have done is written behind what they have said of it: `journal_behind`. Members hear
-    of a membership before they get results of it: `announce` puts that in front of what the data half sends.
+    A decision is written before any member is told of it. So `journal` puts its record in front of all that this event
+    has said so far. What data halves have done is written behind what they have said of it: `journal_behind`. Members
+    hear of a membership before they get results of it: `announce` puts that in front of what the data half sends.
 
     Attributes:
         commands: for the runtime.
@@ -100,9 +101,9 @@ class Effects:
         """Tell control."""
         self.reports.append(report)
 
-    def evict(self, connection: int, error: GradServerError, *, ended: bool = False) -> None:
-        """Have ``error`` cost a worker its connection and its place. ``ended``: its process has."""
-        self.evictions.append(Eviction(connection, error, ended))
+    def evict(self, connection: int, error: GradServerError, *, ended: bool = False, why: str = "") -> None:
+        """Have ``error`` cost a worker its connection and place; others hear ``why``. ``ended``: its process has."""
+        self.evictions.append(Eviction(connection, error, ended, why))
 
     def hire(self) -> None:
         """Start a data shard, if that is possible."""

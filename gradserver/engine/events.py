@@ -47,9 +47,9 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A reduction met NaN or Inf. ``rank`` -1: every contribution was finite, and the mean overflowed."""
+    """A reduction met NaN or Inf. ``member_id`` -1: every contribution was finite, and the mean overflowed."""
 
-    rank: int
+    member_id: int
     element: int
     value: str
     exact: bool = True
@@ -57,10 +57,10 @@ class NonFinite:
 
 
 class Finding(NamedTuple):
-    """The contribution of ``rank`` to ``slice`` is not finite; ``element`` of the reduction is the first such one."""
+    """A contribution to ``slice`` is not finite; ``element`` of the reduction is the first such one."""
 
     slice: int
-    rank: int
+    member_id: int
     element: int
 
 
@@ -79,7 +79,7 @@ class Sifted:
 class Undecodable:
     """A contribution's bytes say nothing in its codec; ``error`` says why not."""
 
-    rank: int
+    member_id: int
     error: GradServerError
 
 
@@ -93,7 +93,7 @@ class Broken:
 class Reduced(NamedTuple):
     """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
 
-    ``digests`` are those that were asked for: of each contribution by its rank, and of the result by `RESULT`.
+    ``digests`` are those that were asked for: of each contribution by its member id, and of the result by `RESULT`.
     """
 
     group: str

@@ -1,7 +1,8 @@
 """Identities of members: ids that they keep, names, and the ranks that follow.
 
-A member id is one member's for the group's life. Ranks are the places of the members that are present, in the order of
-their ids. So ranks are dense, and a departure never changes the order of the others. Sums run in that order.
+A member keeps its id; when it has gone, another worker can get it. Ranks are the places of the members that are
+present, in the order of their ids. So ranks are dense, and a departure never changes the order of the others. Sums run
+in that order.
 """
 
 from __future__ import annotations
@@ -121,8 +122,9 @@ def namesake(name: str, names: Sequence[str], taken: Container[int]) -> int:
 def member_id_for(join: Join, names: Sequence[str], taken: Container[int], away: Mapping[int, int], places: int) -> int:
     """Return the id, of as many as ``places``, for a worker that joins a running group; -1 if all are ``taken``.
 
-    It is its own, if this name had one; or the rank that it asks for, if that had no occupant yet; or the lowest
-    without one; or that of the member that is ``away`` longest, by the epoch since which it is.
+    A name that had an id gets it again. Otherwise the id is the rank that the worker asks for, or else the lowest, of
+    those that were never given. If all were, it is the id of the member that is ``away`` longest: since the earliest
+    epoch.
     """
     own = [member_id for member_id, name in enumerate(names) if name == join.name and member_id not in taken]
     if own:

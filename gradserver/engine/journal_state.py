@@ -90,7 +90,7 @@ class GroupState:
         record = dated.record
         match record:
             case Epoch(_, epoch):
-                self.positions.keep_only(rank for rank, _ in record.members)
+                self.positions.keep_only(member_id for member_id, _ in record.members)
                 self.epochs[epoch] = dated
                 if len(self.epochs) > MAX_EPOCHS:
                     del self.epochs[min(self.epochs)]

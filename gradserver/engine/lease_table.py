@@ -1,4 +1,4 @@
-"""Positions of an epoch's order: each is left, held by a member or used up, exactly once.
+"""Positions of a pass's order: each is left, held by a member or used up, exactly once. No lease expires by time.
 
 A position's life:
 

@@ -12,7 +12,7 @@ from gradserver.protocol.checks import integer
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.fields import Count, EncodedPlan, Flag, Name, Rank, Ranks, Rates, Seconds, Tokens
-from gradserver.protocol.limits import BACKLOG_BYTES, MAX_SHARDS
+from gradserver.protocol.limits import BACKLOG_BYTES, MAX_COUNTER, MAX_SHARDS
 
 
 class RemoteOrder(Declared):
@@ -33,15 +33,15 @@ order: Final = Family[str, RemoteOrder]("order")
 @order("open")
 @dataclass(frozen=True, slots=True)
 class OpenGroup(RemoteOrder):
-    """A group is complete, with its ``founders`` by member id; ``credit`` in bytes for each; ``timeout`` in seconds.
+    """A group is complete, with its ``founders`` by member id; ``credit`` in bytes for each.
 
-    ``rates`` are those of its data shards (none if there is one only), and ``shard`` is the place of this one among
-    them. Workers come to a shard elsewhere by themselves, and show ``tokens``, which are by member id too. A group
-    that ``needs_all`` ends when any member is lost. Ranks are member ids here, and an id without a name has no member
-    yet. With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes unread as its
-    ``backlog``; ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives its
-    coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes of
-    gradients that are not finite. In a ``steady`` group of one shard a round ends with its last results, until the
+    An exchange waits ``round_timeout`` seconds for a member. ``rates`` are those of its data shards (none if there is
+    one only), and ``shard`` is the place of this one among them. Workers come to a shard elsewhere by themselves, and
+    show ``tokens``, which are by member id too. A group that ``needs_all`` ends when any member is lost. An id without
+    a name has no member yet. With ``digests`` rounds are hashed for the ledger. A listener may leave as many bytes
+    unread as its ``backlog``; ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives
+    its coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes
+    of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
     membership changes.
     """
 
@@ -49,7 +49,7 @@ class OpenGroup(RemoteOrder):
     epoch: Count
     founders: Founders
     credit: Count
-    timeout: Seconds
+    round_timeout: Seconds
     rates: Rates = ()
     shard: Annotated[int, Field(integer(1, MAX_SHARDS - 1))] = 0
     tokens: Tokens = ()
@@ -112,7 +112,7 @@ class Break(RemoteOrder):
 @order("close")
 @dataclass(frozen=True, slots=True)
 class CloseGroup(RemoteOrder):
-    """The last member is gone."""
+    """The group has ended: it is forgotten."""
 
     group: Name
 
@@ -120,7 +120,7 @@ class CloseGroup(RemoteOrder):
 @order("halt")
 @dataclass(frozen=True, slots=True)
 class Halt(RemoteOrder):
-    """Another shard has reported `Halted`: here, too, the group exchanges nothing more, or no bucket any more."""
+    """The group exchanges nothing more, or no bucket any more, because of ``error``."""
 
     group: Name
     error: Error
@@ -130,11 +130,15 @@ class Halt(RemoteOrder):
 @order("cut")
 @dataclass(frozen=True, slots=True)
 class CutRound(RemoteOrder):
-    """Round ``round`` goes on without the slices that these members have not given to it yet. The next one has all."""
+    """Round ``round`` goes on without the slices that these members have not given to it yet. The next one has all.
+
+    It is of ``section``, or no member has said of which: -1. A shard may have no push of the round that would tell.
+    """
 
     group: Name
     round: Count
     member_ids: Ranks
+    section: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +164,13 @@ class Detach(RemoteOrder):
 class Recover(RemoteOrder):
     """All that is open is void. The shard asks members for the results that they hold, and goes on from there.
 
-    ``version`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
-    control knows, and in none behind ``latest``; or the round before, for members that have yet to hear of its end.
-    Results of rounds before ``own`` may be an earlier coordinator's, and name ids that only members know of.
+    ``generation`` is a new number, by which this is told from what was before. The group is in ``round``, as far as
+    control knows, and in none behind ``latest``. Members that have yet to hear of the end of the round before are still
+    in that one. Results of rounds before ``own`` may be an earlier coordinator's, and name ids that members alone know.
     """
 
     group: Name
-    version: Count
+    generation: Count
     round: Count
     latest: Count
     own: Count

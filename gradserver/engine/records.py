@@ -1,8 +1,9 @@
 """Records of the journal: their kinds, and each as bytes.
 
-A record states one decision or one happening. It is written before any member is told of it: the command that
-asks for it stands before those that tell. Bodies are msgpack arrays of fields, numbers by rank are packed columns.
-What is written stays readable: a kind with other fields gets another number, and no number is used twice.
+A record states one decision or one happening. A decision is written before any member is told of it: the command that
+asks for it stands before those that tell. A `Round` is written behind its results. Bodies are msgpack arrays of fields,
+numbers by member id are packed columns. What is written stays readable: a kind with other fields gets another number,
+and no number is used twice.
 
 A kind of record is declared once, as a class: `kind` gives it its number, and the type of each field has its check
 (`gradserver.engine.declared`). `gradserver.engine.journal_state` is the state that many records give.
@@ -66,7 +67,7 @@ def _cut(value: str) -> str:
 def _members(value: Any) -> tuple[tuple[int, str], ...]:
     if type(value) is not list or len(value) > MAX_WORLD_SIZE or any(type(m) is not list or len(m) != 2 for m in value):
         raise MalformedMessageError(f"expected the members of a group, got {brief(value)}")
-    return tuple((_rank(rank), _name(name)) for rank, name in value)
+    return tuple((_rank(member_id), _name(name)) for member_id, name in value)
 
 
 def known_policy(value: Any) -> OnNonFinite:
@@ -87,24 +88,23 @@ Members = Annotated[tuple[tuple[int, str], ...], Field(_members)]
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One finished round. Times are the clock of the coordinator's loop, in seconds; what there is by rank is a tuple.
+    """One finished round. Times are the clock of the coordinator's loop, in seconds. Tuples are by member id.
 
     Attributes:
         round: its number.
         weights: weight of each contribution; 0 for a member that was left out.
         opened: time of the first contribution.
         completed: time of the last result.
-        last: rank of the last contribution, which the round waited for.
-        arrivals: times of each rank's first slice and of its last one.
-        inputs: the digest of what was summed of each rank's contribution, over all buckets; empty if none was made.
+        last: member id of the last contribution, which the round waited for.
+        arrivals: times of each member's first slice and of its last one.
+        inputs: the digest of what was summed of each member's contribution, over all buckets; empty if none was made.
         results: the digest of each bucket's result, by its place in the section; empty if none was made.
         cut: for members that departed in this round, (member id, bucket, number of slices that counted).
         section: the number of the section of the plan that was exchanged.
         nonfinite: for contributions that were not finite, and did not count, (member id, bucket, number of slices, the
             first element that is not finite). The element is -1 if it is not known any more.
 
-    In elastic groups ranks are member ids here, and a member that was not there has weight 0 and arrived when it was
-    opened.
+    A member that was not there has weight 0, and arrived when the round was opened.
     """
 
     round: int
@@ -256,7 +256,7 @@ class Group(Kind):
 @kind(5)
 @dataclass(frozen=True, slots=True)
 class Epoch(Kind):
-    """The members of the group from ``round`` on: names by rank. ``reason`` says what has changed."""
+    """The members of the group from ``round`` on: names by member id. ``reason`` says what has changed."""
 
     group: Name
     epoch: Count
@@ -364,7 +364,7 @@ class Boundary(Kind):
 @kind(16)
 @dataclass(frozen=True, slots=True)
 class Entered(Kind):
-    """New members, by rank, contribute to ``round`` as their first one; written when that changes."""
+    """New members, by member id, contribute to ``round`` as their first one; written when that changes."""
 
     group: Name
     round: Count

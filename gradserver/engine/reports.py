@@ -79,8 +79,9 @@ class Planned(RemoteReport):
 @report("absent")
 @dataclass(frozen=True, slots=True)
 class Absent(RemoteReport):
-    """A member is not at this shard any more: its connection broke, or it broke the protocol. It is to depart.
+    """A member is not at this shard any more: its connection broke, or it broke the protocol.
 
+    Control keeps its place, or evicts it.
     ``ended`` is as in `Disconnected`.
     """
 

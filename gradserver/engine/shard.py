@@ -262,7 +262,7 @@ class ShardEngine:
 
     def _attach(self, connection: int, attend: Attend, effects: Effects) -> None:
         group = self.data.groups.get(attend.group)
-        void = self._void.get((attend.group, attend.rank), 0)
+        void = self._void.get((attend.group, attend.member_id), 0)
         if group is None or not (
             attend.epoch == group.order.epoch or (group.sequences.restarted and attend.epoch > void)
         ):
@@ -270,7 +270,7 @@ class ShardEngine:
             if group is not None and group.sequences.restarted:  # the member has lost its connection meanwhile
                 raise ConnectionLostError(f"{over}: connect anew")
             raise UnexpectedMessageError(over)
-        tokens, member_id = group.members.tokens, attend.rank
+        tokens, member_id = group.members.tokens, attend.member_id
         token = tokens[member_id] if 0 <= member_id < len(tokens) else ""
         if not token or not hmac.compare_digest(token.encode(), attend.token.encode()):
             raise UnexpectedMessageError(f"this is not the token of member id {member_id} in group {attend.group!r}")
@@ -282,7 +282,7 @@ class ShardEngine:
         self.data.attach(attend.group, member_id, connection)
         effects.send(connection, Attended())
         if group.recovery is not None and member_id in group.members.present:  # a learner holds nothing yet
-            effects.send(connection, Resumed(0, group.recovery.version))
+            effects.send(connection, Resumed(0, group.recovery.generation))
 
     def _absent(self, connection: int, error: GradServerError, effects: Effects, ended: bool = False) -> None:
         """Forget a connection that is gone, or about to go."""

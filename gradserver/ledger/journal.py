@@ -6,7 +6,7 @@ r"""Ledger files: their bytes, and reading them whatever happened to the disk.
 Numbers are little-endian; the clock is the coordinator's, in seconds, when the record was first written. Every file
 begins with a `Snapshot` and what it restates, so it can be read alone.
 
-What a crash leaves at the end is ordinary: half a record, or zeros where a file system has grown a file and not yet
+A crash ordinarily leaves half a record at the end. Or it leaves zeros, where a file system has grown a file and not yet
 written it (etcd's logs broke on both). Where no whole record follows, the tail is *torn*, and was never relied on.
 Where one follows, the file is *damaged*: something else has changed it.
 """

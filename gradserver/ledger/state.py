@@ -343,9 +343,8 @@ class StateDir:
     def _sync_all(self) -> None:
         """Sync the present file, and those that became full since the last time. The loop does not wait for it."""
         with self._swapping:
-            files, self._retired = self._retired, []
-            if self._fd >= 0:
-                files.append(os.dup(self._fd))
+            present = [os.dup(self._fd)] if self._fd >= 0 else []  # may fail, and loses no file then
+            files, self._retired = [*self._retired, *present], []
         failure: OSError | None = None
         for fd in files:
             try:

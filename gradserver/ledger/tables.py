@@ -44,10 +44,10 @@ _TOLD_SHARE, _TOLD_SECONDS = 0.05, 0.001
 class Lag:
     """Lag of one member behind the median member: of its first and of its last slice, in seconds."""
 
-    def __init__(self, record: RoundRecord, rank: int) -> None:
-        there = [rank for rank in range(len(record.arrivals)) if was_there(record, rank)]
-        firsts, lasts = zip(*(record.arrivals[other] for other in there or [rank]), strict=True)
-        first, last = record.arrivals[rank]
+    def __init__(self, record: RoundRecord, member_id: int) -> None:
+        there = [member_id for member_id in range(len(record.arrivals)) if was_there(record, member_id)]
+        firsts, lasts = zip(*(record.arrivals[other] for other in there or [member_id]), strict=True)
+        first, last = record.arrivals[member_id]
         self.began, self.ended = first - median(firsts), last - median(lasts)
 
     def why(self, record: RoundRecord) -> str:
@@ -147,22 +147,22 @@ class Story:
         self.took.append(record.completed - record.opened)
         self.came_last[record.last] += 1
         self.bad.update({member_id for member_id, _, _, _ in record.nonfinite})
-        for rank, weight in enumerate(record.weights):
-            self.given[rank] += weight > 0
-            if record.arrivals and was_there(record, rank):
-                lag = Lag(record, rank)
-                self.behind[rank].append(lag.ended)
-                self.late[rank, lag.why(record)] += 1
+        for member_id, weight in enumerate(record.weights):
+            self.given[member_id] += weight > 0
+            if record.arrivals and was_there(record, member_id):
+                lag = Lag(record, member_id)
+                self.behind[member_id].append(lag.ended)
+                self.late[member_id, lag.why(record)] += 1
 
-    def call(self, rank: int) -> str:
+    def call(self, member_id: int) -> str:
         """Return the name of a member, cut to the width of a column."""
-        name = plain(self.names.get(rank, "?"))
+        name = plain(self.names.get(member_id, "?"))
         return name if len(name) <= _SHOWN_NAME else name[: _SHOWN_NAME - 1] + "…"
 
 
-def was_there(record: RoundRecord, rank: int) -> bool:
+def was_there(record: RoundRecord, member_id: int) -> bool:
     """Return whether a member contributed anything. A member that has left an elastic group keeps its place."""
-    return bool(record.weights[rank]) or record.arrivals[rank] != (record.opened, record.opened)
+    return bool(record.weights[member_id]) or record.arrivals[member_id] != (record.opened, record.opened)
 
 
 def summary(story: Story) -> list[str]:
@@ -180,23 +180,23 @@ def summary(story: Story) -> list[str]:
         )
         rows = [
             [
-                rank,
-                story.call(rank),
-                story.given[rank],
-                story.came_last[rank],
-                _seconds(median(story.behind[rank])) if story.behind[rank] else "-",
-                story.late[rank, "began late"],
-                story.late[rank, "sent slowly"],
+                member_id,
+                story.call(member_id),
+                story.given[member_id],
+                story.came_last[member_id],
+                _seconds(median(story.behind[member_id])) if story.behind[member_id] else "-",
+                story.late[member_id, "began late"],
+                story.late[member_id, "sent slowly"],
             ]
-            for rank in sorted(story.names)
+            for member_id in sorted(story.names)
         ]
         heads = ["member", "worker", "rounds", "came last", "behind", "began late", "sent slowly"]
         if story.missed:
             heads.append("too late")
-            rows = [[*row, story.missed[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
+            rows = [[*row, story.missed[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
         if story.bad:
             heads.append("not finite")
-            rows = [[*row, story.bad[rank]] for row, rank in zip(rows, sorted(story.names), strict=True)]
+            rows = [[*row, story.bad[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
         lines += table(heads, rows)
     lines += [
         line for event in story.events for line in wrap(event, 98, initial_indent="  ", subsequent_indent=" " * 23)
@@ -247,18 +247,18 @@ def one_round(story: Story, found: Round) -> list[str]:
     ]
     total = sum(record.weights)
     rows = []
-    for rank, weight in enumerate(record.weights):
-        first, last = record.arrivals[rank] if record.arrivals else (record.opened, record.opened)
+    for member_id, weight in enumerate(record.weights):
+        first, last = record.arrivals[member_id] if record.arrivals else (record.opened, record.opened)
         rows.append(
             [
-                rank,
-                story.call(rank),
+                member_id,
+                story.call(member_id),
                 f"{weight:g}",
                 f"{weight / total:.1%}" if weight else "left out",
                 _seconds(first - record.opened),
                 _seconds(last - record.opened),
-                Lag(record, rank).why(record) if record.arrivals else "",
-                hexadecimal(record.inputs[rank]) if record.inputs else "-",
+                Lag(record, member_id).why(record) if record.arrivals else "",
+                hexadecimal(record.inputs[member_id]) if record.inputs else "-",
             ]
         )
     lines += table(["member", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
@@ -307,7 +307,7 @@ def _positions(ranges: Ranges) -> str:
 
 
 def _present(record: RoundRecord) -> int:
-    return sum(not record.arrivals or was_there(record, rank) for rank in range(len(record.weights)))
+    return sum(not record.arrivals or was_there(record, member_id) for member_id in range(len(record.weights)))
 
 
 def _wires(plan: Plan) -> str:

@@ -21,8 +21,9 @@ _KEEPALIVE: Final = {
 }
 """Options by which the system closes connections to a lost host, after 30 s.
 
-The system asks, and not libzmq by its heartbeats: whatever comes, an answer to one too, has libzmq wait for the next
-beat of a beacon (`.liveness`) before it looks for silence again, so one that froze right behind it went unnoticed.
+The system asks, and not libzmq by its heartbeats. After whatever comes, libzmq waits for the next beat of a beacon
+(`.liveness`) before it looks for silence again. An answer to a heartbeat counts too. So a peer that froze right behind
+it went unnoticed.
 """
 
 _RECEIVE_QUEUE: Final = 0

@@ -58,20 +58,22 @@ class Role(NamedTuple):
         name: the kind.
         key: field of the first message that the engine compares before it lets the peer in; empty if there is none.
         waits: True if `Handshake.hold` delays the peer.
-        beacon: seconds that the beacon has at least to show for the first time, and True if the peer then says so.
+        first_beat: seconds that the beacon has at least to show for the first time.
+        announces: True if the peer says when the beacon shows.
     """
 
     name: str
     key: str = ""
     waits: bool = False
-    beacon: tuple[float, bool] = (2.0, True)
+    first_beat: float = 2.0
+    announces: bool = True
 
 
 ROLES: Final[Mapping[type[Message], Role]] = {
     Join: Role("worker", waits=True),
-    Resume: Role("worker", "token", beacon=(2.0, False)),
+    Resume: Role("worker", "token", announces=False),
     Attend: Role("worker", "token"),
-    Enlist: Role("data shard", "token", beacon=(30.0, False)),  # it does nothing before the beacon shows
+    Enlist: Role("data shard", "token", first_beat=30.0, announces=False),  # it does nothing before the beacon shows
 }
 """Roles by the message that opens each. The engine behind the server decides what becomes of the peer."""
 

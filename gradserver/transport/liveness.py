@@ -4,7 +4,7 @@ Beside the connection that its messages pass through, each peer opens a second o
 own thread shows from time to time that the process runs, and nothing else ever passes there. So
 
 - a peer with Python code that is busy for minutes is alive, and one that froze is not;
-- it does not matter how many messages of peers are still unread: where heartbeats come behind messages, a server that
+- it does not matter how many messages of peers are still unread. If heartbeats came behind messages, a server that
   stood still for a while would take every peer for dead;
 - a server that stood still finds beacons closed, and a moment later open again: the peers' libzmq sees to that. That
   moment is counted in the server's own time, in which it does not stand still.
@@ -55,7 +55,8 @@ class Patience(NamedTuple):
     """Times for which a peer may be away.
 
     Attributes:
-        dead_after: seconds after which the owner of a connection that broke is dead.
+        dead_after: seconds after which the owner of a connection that broke is dead. Half of it passes here, half in
+            control.
         frozen_after: seconds of silence after which a peer counts as frozen, or cut off.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.messages import Failure, Message, Ping, Scope, Welcome
+from gradserver.protocol.messages import Failure, Message, Ping, Result, Scope, Welcome
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.transport.local_peers import Line
 from gradserver.transport.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
@@ -70,7 +70,9 @@ class Peer:
 
     def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Send, or have peers probed soon: a lost worker may have said more than was read so far."""
-        if type(message) is Welcome and message.durable:
+        if type(message) is Result:  # by far the most frequent
+            pass
+        elif type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
         elif type(message) is Failure and message.scope is Scope.CONNECTION:
             self._farewell = message

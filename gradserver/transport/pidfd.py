@@ -1,7 +1,7 @@
 """Descriptors that show whether the process at the other end of a local socket lives.
 
-Linux gives a descriptor of a process that can be polled as soon as the process has ended: within milliseconds, also
-while children that it forked keep its connections open. And it is certain, as no silence of a connection is.
+Linux gives a descriptor of a process that can be polled: it is readable within milliseconds of the process's end. It is
+so even while children that the process forked keep its connections open. And it is certain, as no silence is.
 """
 
 from __future__ import annotations

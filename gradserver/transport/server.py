@@ -257,13 +257,14 @@ class TcpServer:
         """Receive one message, and return its bytes on the wire. Payloads stay where libzmq put them."""
         receive = self._router.recv
         identity = receive(NOBLOCK)
-        frames: list[Buffer] = []
-        more, size = True, 0
-        while more:
+        frame = receive(NOBLOCK, copy=False)
+        header = frame.bytes
+        frames: list[Buffer] = [header]
+        size = len(header) + (_FRAMING if len(header) < _LONG_FRAME else _LONG_FRAMING)
+        while frame.more:
             frame = receive(NOBLOCK, copy=False)
             frames.append(buffer := frame.buffer)
             size += len(buffer) + (_FRAMING if len(buffer) < _LONG_FRAME else _LONG_FRAMING)
-            more = frame.more
         peer = self._peers.get(identity)
         try:
             if peer is not None:
@@ -320,7 +321,7 @@ class TcpServer:
             return
         peer = self._peers[identity] = Peer(self, identity, self._strangers.admit(identity))
         peer.connection = self._runtime.connect(peer)
-        if peer.tell(self._liveness.invite(peer, message, *role.beacon)):
+        if peer.tell(self._liveness.invite(peer, message, role.first_beat, role.announces)):
             peer.traffic = self._connections.admit(identity)
         else:
             self.suspect()
@@ -423,7 +424,8 @@ class TcpServer:
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """Have ``peer`` light the beacon by which another coordinator knows it that takes this one's place."""
-        peer.tell(self._liveness.invite(peer, welcome, *ROLES[Join].beacon))
+        role = ROLES[Join]
+        peer.tell(self._liveness.invite(peer, welcome, role.first_beat, role.announces))
 
     def is_lit(self, beacon: str) -> bool:
         """Return True if the process with this beacon runs."""

@@ -8,8 +8,8 @@ The worker may be hostile. All that could become dangerous later is made impossi
 is read:
 
 - It cannot shrink or grow (the worker's seals), so no access is ever beyond its end: that would be a SIGBUS.
-- Every page of it exists, and can be taken away no more (our seal): a page that is missing would be allocated
-  when *we* touch it, so that a stranger could make the coordinator run out of memory.
+- Every page of it exists, and can be taken away no more (our seal). A missing page would be allocated when *we* touch
+  it, and so a stranger could make the coordinator run out of memory.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ shutdown(2), and libzmq then acts as on any connection that breaks.
                 descriptors                                          what the process may have, less a reserve
 
 The kernel uses a descriptor's number again as soon as it was closed. So before a connection is shut, its cookie is
-compared with that of the connection which is meant: the kernel gives a cookie to one socket only.
+compared with that of the connection which is meant. The kernel gives a cookie to one socket only.
 """
 
 from __future__ import annotations

@@ -149,9 +149,10 @@ class Fp16(Codec):
         largest = int(np.maximum.reduce(magnitude))
         np.maximum(magnitude, self._SMALLEST_NORMAL, out=exponent)
         np.bitwise_and(exponent, INFINITY, out=exponent)
-        # Adding the power of two with a last bit worth as much as the half's makes the adder round. That leaves
-        # the half's significand in the low bits, with its leading one: that carries into the exponent, which therefore
-        # is one less, and 0 at 2⁻¹⁴, where there may be none. Taking 113 from the exponent goes in with the power.
+        # Adding the power of two with a last bit worth as much as the half's makes the adder round. That leaves the
+        # half's significand in the low bits, with its leading one. That one carries into the exponent, which therefore
+        # is one less. It is 0 at 2⁻¹⁴, where there may be no leading one. Taking 113 from the exponent goes in with the
+        # power.
         np.add(exponent, (13 << 23) + (-113 << 10 & 0xFFFF), out=power)
         np.add(magnitude.view(np.float32), power.view(np.float32), out=magnitude.view(np.float32))
         np.subtract(magnitude.view(np.float32), power.view(np.float32), out=power.view(np.float32))

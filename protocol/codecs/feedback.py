@@ -1,8 +1,8 @@
 """Error feedback: what an encoding loses is added to what is encoded next.
 
 So nothing is lost for good, only late. Over any number of steps, the sum of what was decoded differs from the sum of
-what was given by the last residual alone. That is why lossy gradients still train (Seide et al. 2014, *1-bit SGD*;
-Stich et al. 2018, *Sparsified SGD with Memory*; Karimireddy et al. 2019, *Error Feedback Fixes SignSGD*). The
+what was given by the last residual alone. That is why lossy gradients still train: Seide et al. 2014 (*1-bit SGD*),
+Stich et al. 2018 (*Sparsified SGD with Memory*), Karimireddy et al. 2019 (*Error Feedback Fixes SignSGD*). The
 coordinator does the same with the mean before it replies, as in Tang et al. 2019, *DoubleSqueeze*.
 """
 

@@ -1,6 +1,6 @@
 """Codecs that keep a fraction of the elements, as they are, and drop the rest: topk and randomk.
 
-Both are contractions (Stich et al. 2018, *Sparsified SGD with Memory*): a block loses at most 1 − k/n of its squared
+Both are contractions (Stich et al. 2018, *Sparsified SGD with Memory*). A block loses at most 1 − k/n of its squared
 length, for randomk on average. They are made for error feedback, which brings later what was dropped. Therefore randomk
 does not scale what it keeps by n/k: that would make it unbiased, but no contraction, and its residual would grow.
 """
@@ -47,9 +47,9 @@ class Sparse(Codec):
 class TopK(Sparse):
     """The elements of largest magnitude in each block of 65536, as float32 (Aji and Heafield 2017).
 
-    A block is its values, then their offsets in ascending order: as uint16, or where that is longer as one bit for each
-    element of the block. One in a hundred takes 0.06 bytes an element. Among elements of equal magnitude the first are
-    taken. NaN counts as largest, Inf as next.
+    A block is its values, then their offsets in ascending order. These are uint16, or where that is longer one bit for
+    each element of the block. One in a hundred takes 0.06 bytes an element. Among elements of equal magnitude the first
+    are taken. NaN counts as largest, Inf as next.
     """
 
     __slots__ = ()

@@ -1,7 +1,8 @@
 """The messages, each declared once: a frozen dataclass with its number, its payloads, and the checks of its fields.
 
 `gradserver.protocol.wire` encodes and decodes what is declared with `message`. `Push` and `Result` are named tuples:
-there are two for every slice, and a named tuple is made in a sixth of the time.
+there are two for every slice, and a named tuple is made in a sixth of the time. A new message takes the next number,
+and a place at its receiver: a row in the table of control (`gradserver.engine.control.machine`), or a `case`.
 
 worker                                  coordinator
   Join ──────────────────────────────────► waits until the group is complete
@@ -12,6 +13,9 @@ worker                                  coordinator
   ◄────────────────────────────────────── MemoryAt, where to hand it over
   Propose + plan ────────────────────────► compares, when all have proposed
   ◄────────────────────────────────────── Agreed (or Failure)
+  Opens, Steps ──────────────────────────► "this round is that module's", and "I step", with several modules
+  Follow ────────────────────────────────► "what do the others exchange?", of a worker without data
+  ◄────────────────────────────────────── Opened
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   ◄────────────────────────────────────── Result + slice, unasked, to a listener

@@ -27,7 +27,8 @@ class Join(MessageKind):
         name: name of this worker, for people.
         rank: the rank it must have, or -1 for any that is free.
         world_size: how many workers the group must have, or 0 for the coordinator's number.
-        timeout: seconds that this worker waits for the group to be complete, and for any one exchange.
+        timeout: seconds that this worker waits for the group to be complete; and for an exchange, if the
+            coordinator has no limit for that.
     """
 
     group: Text
@@ -96,7 +97,7 @@ class Leave(MessageKind):
 @message(10)
 @dataclass(frozen=True, slots=True)
 class Ping(MessageKind):
-    """A message that shows whether the connection still stands; it is not answered."""
+    """A message that shows whether the connection still stands. A peer's is answered, the coordinator's is not."""
 
 
 @message(40)

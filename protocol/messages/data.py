@@ -139,8 +139,8 @@ class Result(NamedTuple):
     With the last result of a round the round may be ``over``, and the membership stays as it is: no RoundDone follows.
 
     What the members ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
-    mean of the others; if it skips such rounds, there is none, and nothing of the round is to be applied. In
-    ``weights`` theirs are negative.
+    mean of the others. If the group skips such rounds, there is no result, and nothing of the round is to be applied.
+    In ``weights`` theirs are negative.
     """
 
     key: Key

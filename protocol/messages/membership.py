@@ -16,12 +16,12 @@ from gradserver.protocol.message_family import MessageKind, message
 class Membership(MessageKind):
     """Membership of a group, from ``epoch`` on.
 
-    It takes effect for a member when it is told so: by the RoundDone of a round, or by the failure of a collective,
-    that names this epoch or a later one.
+    It takes effect for a member that is told this epoch or a later one. A RoundDone tells it, or the failure of a
+    collective.
 
     Attributes:
         epoch: number of this membership.
-        member_ids: ids of the members, by rank. An id is a member's for the group's life.
+        member_ids: ids of the members, by rank. A member keeps its id.
         names: names of the members, by rank.
         reason: the change, for people.
         lost: true if a worker was lost, rather than left.

@@ -12,7 +12,7 @@ from gradserver.protocol.message_family import MessageKind, Payloads, message
 @message(3, Payloads.one(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
 class Propose(MessageKind):
-    """The plan (in the payload) by which this worker wants to exchange from the next round on, ``round``.
+    """The plan (in the payload) by which this worker wants to exchange from ``round`` on, the next one.
 
     It replaces the plan in force. Or it stands ``beside`` that, named by its hash, as one more section. Then the worker
     names the sections that it has ``dropped``. A learner names none: its plan is the group's next section.

@@ -7,13 +7,14 @@ some hold are passed on; the others are made again from the same contributions.
 
 What a member keeps
 ───────────────────
-- of a bucket's slice: what it gives, until its result is there (in shared memory the result goes to `Push.target`);
-  the result, as it came, until the same slice of the next round is answered, or another plan is agreed on. With it, the
-  weights that counted there (``Result.weights``): of departed members nothing else tells;
-- of collectives and transfers: what it gives, until its result is there; results, for as long as the slices of its
-  collectives (of its transfers) that were answered later cost no more than its credit and one slice. A member that
-  lacks an earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of what
-  they gave, as if it were their result.
+- Of a bucket's slice it keeps what it gives, until its result is there. (In shared memory the result goes to
+  `Push.target`.) It keeps the result as it came, until the same slice of the next round is answered, or another plan is
+  agreed on. With it, it keeps the weights that counted there (``Result.weights``): of departed members nothing else
+  tells.
+- Of collectives and transfers it keeps what it gives, until its result is there. It keeps a result for a time: slices
+  of its collectives (of its transfers) that were answered later cost no more than its credit and one slice. A member
+  that lacks an earlier one cannot have contributed to these. A broadcast's root and a transfer's source keep a copy of
+  what they gave, as if it were their result.
 
 The conversation, in its order on each connection
 ─────────────────────────────────────────────────
@@ -44,10 +45,11 @@ member                                   coordinator
 | Resumed   | primary → member     | the answer; and at any time on a connection that stands. It makes everything     |
 |           |                      | that this member pushed and that is unanswered void. A later one makes an        |
 |           |                      | earlier one void, and what was said because of it                                |
-| Resumed   | data shard → member  | the same ``version``, behind the last that it has sent of what is void now: when |
-|           |                      | it hears of the recovery, or behind Attended                                     |
-| Holding   | member → data half   | once for every Resumed, with its ``version``, of the slices that are that half's:|
-|           |                      | to each when all have said Resumed. What was sent before these has been read then|
+| Resumed   | data shard → member  | the same ``generation``, behind the last that it has sent of what is void now:   |
+|           |                      | when it hears of the recovery, or behind Attended                                |
+| Holding   | member → data half   | once for every Resumed, with its ``generation``, of the slices that are that     |
+|           |                      | half's: to each when all have said Resumed. What was sent before these has been  |
+|           |                      | read then                                                                        |
 | Fetch     | data half → member   | between Holding and Standing; only for what the Holding (or a Result since then) |
 |           |                      | named                                                                            |
 | Held      | member → data half   | once for every Fetch. Which holder is asked is the coordinator's choice          |
@@ -64,16 +66,16 @@ Guarantees
 - A member that pushes before Standing is not heard: what it says is dropped.
 - Of a collective or transfer that is not done at a member, some slices were answered without bytes while others get
   some. If it keeps no copy of these (others' chunks), they are LACKING, and are given again. Of one that is done there,
-  at all data halves, they are OVER: if no member holds a slice that one lacks, each that is not done gets a
+  at all data halves, they are OVER. If no member holds a slice that one lacks, each member that is not done gets a
   ConnectionLostError. Bytes for a slice of which a member gets none say that it was answered; if they are fetched from
   it, its Held has none.
 - A call that has failed at a member gives a MembershipChangedError to those that lack it, if it gave one there, and
   else a ConnectionLostError. So it is called again by all members, or by none.
-- The first Push of an exchange behind a Standing says all that a first slice says, whichever slice it is:
+- The first Push of an exchange behind a Standing says all that a first slice says, whichever slice it is. That is
   ``operation``, and ``epoch`` where the world size matters. A Push of several slices contains no settled one.
 - If the connection breaks at any point of it, the member begins again with Resume.
-- The connections to all data shards are one: a member that loses one of them makes all anew, and says Attend to each
-  shard behind Resumed, with its ``version`` for an epoch.
+- The connections to all data shards are one. A member that loses one of them makes all anew. Behind Resumed it says
+  Attend to each shard, with the ``generation`` for an epoch.
 - All waits end: a member that does not come back, or does not say Holding, departs. The others hear of it (Membership).
 - A member of a group that is not durable is out when its connection breaks. It says Resume too, to hear that
   from a coordinator that lives: LeftOutError.
@@ -137,13 +139,13 @@ class Resumed(MessageKind):
 
     Attributes:
         incarnation: how often the coordinator has started on its directory.
-        version: the number of this recovery, its generation; what follows names it.
+        generation: the number of this recovery; what follows names it.
         shards: where its data shards are now, as in a Welcome. A member with connections elsewhere makes all of them
             anew.
     """
 
     incarnation: Count
-    version: Count
+    generation: Count
     shards: Annotated[tuple[str, ...], Field(listed(text(MAX_TEXT), MAX_SHARDS))] = ()
 
 
@@ -158,14 +160,14 @@ class Holding(MessageKind):
                                      stream: u8, number, part: u64, source, target: i16, first, stop, bytes: u32
 
     Attributes:
-        version: that of the Resumed.
+        generation: that of the Resumed.
         round: the first round of which it lacks a result, or the RoundDone.
         weight: with which it takes part in that round; 0 if it has pushed nothing of it.
         before: the section of the round before, of which it holds results at any shard; -1 if it holds none. A shard
             that has no part of that section hears of it here only.
     """
 
-    version: Count
+    generation: Count
     round: Stated
     weight: Weight
     before: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
@@ -176,7 +178,7 @@ class Holding(MessageKind):
 class Fetch(MessageKind):
     """The request for the result of this slice once more."""
 
-    version: Count
+    generation: Count
     key: Key
     slice: Count
 
@@ -189,7 +191,7 @@ class Held(MessageKind):
     The payload is the result, if it is ``present``; zeros need none.
     """
 
-    version: Count
+    generation: Count
     key: Key
     slice: Count
     weight: Total
@@ -208,7 +210,7 @@ class Held(MessageKind):
 class Standing(MessageKind):
     """The end of a recovery: go on, with ``round``. What has no result is to be pushed (again)."""
 
-    version: Count
+    generation: Count
     round: Count
 
 
@@ -246,7 +248,7 @@ MAX_OVER: Final = 256
 """Collectives and transfers that a Holding names as `State.OVER`, or `State.FAILED` and `State.CHANGED`."""
 MAX_COLUMNS: Final = 256
 """Different ``weights`` that a Holding tells. It says nothing of slices with others. There is one weight for each
-member and round, so there are as many as members departed from what is open, unless buckets are weighed differently."""
+member and round, unless buckets are weighed differently. So there are as many as members departed from what is open."""
 _SHORT: Final = struct.Struct("<H")
 _SPAN: Final = struct.Struct("<BHBQQhhIII")
 _LAST_STREAM: Final = int(max(Stream))

@@ -15,14 +15,14 @@ from gradserver.protocol.message_family import MessageKind, Payloads, message
 @message(19)
 @dataclass(frozen=True, slots=True)
 class Attend(MessageKind):
-    """The message to a data shard that this connection is that of ``rank``. ``token`` is from the Welcome.
+    """The message to a data shard that this connection is that of ``member_id``.
 
-    Ranks are member ids here, and ``epoch`` is the first one, or the version of the latest Resumed.
+    ``token`` is from the Welcome. ``epoch`` is the first one, or the generation of the latest Resumed.
     """
 
     group: Text
     epoch: Count
-    rank: AnyRank
+    member_id: AnyRank
     token: Text
 
 

@@ -46,8 +46,8 @@ class Dealer:
         self.socket = context.socket(zmq.DEALER)
         self.send = sender(self.socket)
         option = self.socket.setsockopt
-        # A new connection would be a stranger to the server, so there is to be none; but told never to
-        # reconnect (-1), libzmq throws away what has arrived and was not read yet, the reason for the end included.
+        # A new connection would be a stranger to the server, so there is to be none. Told never to reconnect (-1),
+        # libzmq throws away what has arrived and was not read yet. The reason for the end would be lost with it.
         option(zmq.RECONNECT_IVL, _NEVER_MS)
         option(zmq.MAXMSGSIZE, max_bytes)
         option(zmq.SNDHWM, 0)  # credits bound what is queued
@@ -68,12 +68,11 @@ class Dealer:
     def receive(self) -> Frames:
         """Receive a message that is there. Payloads stay where libzmq put them."""
         receive = self.socket.recv
-        frames: list[Buffer] = []
-        more = True
-        while more:
+        frame = receive(NOBLOCK, copy=False)
+        frames: list[Buffer] = [frame.bytes]
+        while frame.more:
             frame = receive(NOBLOCK, copy=False)
             frames.append(frame.buffer)
-            more = frame.more
         return frames
 
     def has_ended(self) -> bool:

@@ -50,8 +50,7 @@ def split(header: Buffer) -> tuple[int, Buffer]:
     if len(header) < _NUMBER.size or header[0] < 0x80:
         return 0, header
     number: int = _NUMBER.unpack_from(header)[0]
-    view = header if type(header) is memoryview else memoryview(header)
-    return number ^ _FLAG, view[_NUMBER.size :]
+    return number ^ _FLAG, header[_NUMBER.size :]
 
 
 class Numbers:

@@ -20,8 +20,8 @@ _LOOPBACK: Final = ("127.0.0.1", "::1")
 
 
 Reached = tuple[str, str, bool]
-"""The URL with the address that was reached, as a name may mean several; the address it was reached from; True if both
-belong to this host."""
+"""The URL with the address that was reached, as a name may mean several. Then the address that it was reached from, and
+True if both belong to this host."""
 
 
 def reach(url: str, timeout: float) -> Reached:

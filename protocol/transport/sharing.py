@@ -22,8 +22,8 @@ On a second connection they say everything else, from then on without a network 
 Both sides prove that they map the same memory. The worker writes a random number into the segment before it offers it,
 and `Taken` says which number the coordinator read there. The coordinator writes one too, and `Taken` says which, for
 the worker to read. Both lie in the segment's header, where no data ever lies. The coordinator can only read memory that
-is not ``writable``. So that memory stays whole whenever the coordinator dies, and the next coordinator can have it too:
-sealed memory can be mapped for reading again and again, but never again for writing. There, only the worker's number
+is not ``writable``. So that memory stays whole whenever the coordinator dies, and the next coordinator can have it too.
+Sealed memory can be mapped for reading again and again, but never again for writing. There, only the worker's number
 proves anything.
 
 Each message is one packet: a msgpack array ``[type, field, …]``.

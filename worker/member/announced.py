@@ -11,8 +11,8 @@ from gradserver.worker.member.waiter import Waiter
 class Announced:
     """Memberships that the coordinator has told of and this worker does not go by yet; and the last round it ended.
 
-    What is told may come in another order, where several threads say it: the end of a round before the membership that
-    is in force behind it, or before the end of an earlier one.
+    Several threads may tell of these, so they may come in another order. The end of a round may come before the
+    membership that is in force behind it, or before the end of an earlier round.
 
     Not safe to share: the session's lock guards it.
     """
@@ -103,8 +103,8 @@ class Announced:
     def wait_for_epoch(self, epoch: int, handle: Waiter) -> Waiter | None:
         """Give ``handle`` if it is to wait until the membership ``epoch`` was told of; None if it was.
 
-        A data shard may speak of it before that: it cuts a member off when it is told to, and members hear of it when
-        all shards have done so.
+        A data shard may speak of it before that. A shard cuts a member off when it is told to, and members hear of it
+        when all shards have done so.
         """
         return self._wait_until(lambda: self._latest >= epoch, handle)
 

@@ -7,10 +7,9 @@ from typing import Final
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import unasked_cost
-from gradserver.protocol.limits import MIB
+from gradserver.protocol.limits import KEPT_BYTES
 from gradserver.protocol.messages import Result
 
-_LEAST_BYTES: Final = 256 * MIB
 _ROUNDS: Final = 4
 """Rounds that a backlog holds at least, with results as large as those of float32."""
 
@@ -20,7 +19,7 @@ Unasked = tuple[Result, Buffer | None]
 
 def room_for(plan_bytes: int) -> int:
     """Give the bytes that a worker with such a plan keeps at most."""
-    return max(_LEAST_BYTES, _ROUNDS * plan_bytes)
+    return max(KEPT_BYTES, _ROUNDS * plan_bytes)
 
 
 class Backlog:
@@ -35,7 +34,7 @@ class Backlog:
         nbytes: what it holds.
     """
 
-    def __init__(self, limit: int = _LEAST_BYTES, slices: Sequence[int] = (), sections: Sequence[range] = ()) -> None:
+    def __init__(self, limit: int = KEPT_BYTES, slices: Sequence[int] = (), sections: Sequence[range] = ()) -> None:
         self.limit = limit
         self.nbytes = 0
         self._slices = slices

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gradserver.protocol.errors import MalformedMessageError, UsageError
 from gradserver.protocol.messages import Membership, Result, Welcome
-from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.learner import FOLLOWS, Stage
 from gradserver.worker.member.waiter import NotFinite, Waiter
 
 
@@ -40,6 +40,10 @@ class Identity:
         """Give the member id of ``rank``."""
         return self.membership.member_ids[rank]
 
+    def rank_of(self, member_id: int) -> int:
+        """Give the rank of ``member_id``; of what is no member id here, the number itself."""
+        return self.membership.member_ids.index(member_id) if member_id in self.membership.member_ids else member_id
+
     def take(self, welcome: Welcome) -> None:
         """Take the coordinator's word that this worker is let in."""
         self.welcome = welcome
@@ -47,7 +51,8 @@ class Identity:
         self.stage = Stage.JOINING if welcome.joins else Stage.MEMBER
 
     def go_on_as(self, stage: Stage) -> None:
-        """Go to another stage."""
+        """Go to a stage that may follow the present one."""
+        assert stage in FOLLOWS[self.stage], f"{stage} of a worker that is {self.stage}"
         self.stage = stage
 
     def adopt(self, news: Membership, epoch: int) -> set[int]:
@@ -56,7 +61,7 @@ class Identity:
         new = set(news.member_ids).difference(() if self.stage is Stage.ENTERED else before.member_ids)
         rank = news.member_ids.index(before.member_ids[before.rank])
         self.welcome = replace(before, rank=rank, epoch=epoch, names=news.names, member_ids=news.member_ids)
-        self.stage = Stage.MEMBER
+        self.go_on_as(Stage.MEMBER)
         return new
 
     def check(self, news: Membership) -> None:

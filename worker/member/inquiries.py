@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradserver.protocol.errors import DeadlineError
 from gradserver.protocol.exchange import BUCKET, TRANSFER, ExchangeKey, Operation
 from gradserver.protocol.messages import Inquire, Missing
 from gradserver.worker.member.effects import Effects
 from gradserver.worker.member.exchanges import Exchanges
+from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.waiter import Waiter
 
@@ -16,8 +18,9 @@ from gradserver.worker.member.waiter import Waiter
 class Inquiries:
     """Inquiries without an answer, by exchange. Not safe to share: the session's lock guards it."""
 
-    def __init__(self, effects: Effects, rounds: Rounds, exchanges: Exchanges) -> None:
+    def __init__(self, effects: Effects, identity: Identity, rounds: Rounds, exchanges: Exchanges) -> None:
         self._effects = effects
+        self._identity = identity
         self._rounds = rounds
         self._exchanges = exchanges
         self._asked: dict[ExchangeKey, Waiter] = {}
@@ -40,12 +43,13 @@ class Inquiries:
 
     def overdue(self, key: ExchangeKey, operation: Operation, seconds: float, missing: Sequence[str]) -> DeadlineError:
         """Make the error for a wait of ``seconds`` for an exchange that has run out."""
-        bucket, what, plan = "", str(operation), self._rounds.plan
+        rank_of, plan = self._identity.rank_of, self._rounds.plan
+        bucket, what = "", str(replace(operation, root=rank_of(operation.root)))
         if key.stream == BUCKET and plan is not None:
             bucket = plan.buckets[key.part].key
             what = f"bucket {bucket!r} of round {key.number}"
         elif key.stream == TRANSFER:
-            what += f" from rank {key.source} to rank {key.target} (tag {key.part})"
+            what += f" from rank {rank_of(key.source)} to rank {rank_of(key.target)} (tag {key.part})"
         return DeadlineError(
             f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
             missing=tuple(missing),

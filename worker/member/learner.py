@@ -6,13 +6,13 @@ ENTERED. Otherwise it is OBSERVING: it trains, and nothing of it counts. It says
 is here, and has ENTERED when the round begins that Entered names. Behind that round it is a MEMBER, in a new epoch.
 
 While it is JOINING it can agree on a plan, which is compared with the group's at once, and nothing else. What it does
-when it has ENTERED counts as that of a member; collectives it takes part in from the end of its first round on.
+when it has ENTERED counts as that of a member. It takes part in collectives from the end of its first round on.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gradserver.protocol.messages import Ready, RoundDone, Transfer
 from gradserver.worker.member.waiter import Waiter
@@ -25,6 +25,15 @@ class Stage(Enum):
     OBSERVING = "catches up with a group that trains already"
     ENTERED = "has just joined, and is in its first round"
     MEMBER = "is a member"
+
+
+FOLLOWS: Final = {
+    Stage.JOINING: (Stage.OBSERVING, Stage.ENTERED),
+    Stage.OBSERVING: (Stage.ENTERED,),
+    Stage.ENTERED: (Stage.MEMBER,),
+    Stage.MEMBER: (Stage.MEMBER,),
+}
+"""Stages that may follow each one; a worker begins as JOINING, or as a MEMBER of a group that forms."""
 
 
 class Arrival(NamedTuple):

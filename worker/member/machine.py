@@ -66,7 +66,7 @@ class Member:
         self.stragglers = Stragglers(self.identity, self.rounds)
         what = self.effects, self.identity, self.rounds, self.stragglers
         self.exchanges = Exchanges(*what, channel, workspace)
-        self.inquiries = Inquiries(self.effects, self.rounds, self.exchanges)
+        self.inquiries = Inquiries(self.effects, self.identity, self.rounds, self.exchanges)
         self.turns, self.leases = Turns(self.effects, self.rounds), Leases(self.effects, self.rounds)
 
     # ── what it is told ───────────────────────────────────────────────────────────────────────────────
@@ -157,10 +157,8 @@ class Member:
     def adopt(self, epoch: int, ended: int) -> Membership | None:
         """Go by the membership ``epoch`` from now on, behind round ``ended``; give it if it is a new one."""
         news = self.rounds.announced.take(epoch, ended)
-        if (
-            news is None or self.identity.member_id not in news.member_ids
-        ):  # a learner is in none before its first round
-            return None
+        if news is None or self.identity.member_id not in news.member_ids:
+            return None  # a learner is in none before its first round is over
         self.exchanges.adopt(news, self.identity.adopt(news, epoch))
         return news
 

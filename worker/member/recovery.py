@@ -87,9 +87,9 @@ class Recovery:
 
     def resumed(self, message: Resumed, shard: int) -> bool:
         """Take note that a recovery has begun at ``shard``. Return true if what this member holds may be said."""
-        self._heard[shard] = message.version
+        self._heard[shard] = message.generation
         if shard == 0:
-            self.generation = message.version
+            self.generation = message.generation
             if self._expected is not None:
                 self._member.effects.complete(self._expected, value=message)
                 self._expected = None
@@ -146,7 +146,7 @@ class Recovery:
         if kept is None:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
         result, payload, _ = kept
-        what = message.version, message.key, message.slice
+        what = message.generation, message.key, message.slice
         return Held(*what, result.weight, result.present, result.without, result.weights), payload
 
     def stands(self, shard: ShardTraffic, number: int) -> bool:

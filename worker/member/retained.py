@@ -1,9 +1,9 @@
 """Results that a member of a durable group keeps, so that a coordinator that comes back can hand them on.
 
-Of a bucket's slice it is the last result, until the same slice of a later round is answered: one copy of the gradients,
-which over TCP is what was received, and in shared memory where the coordinator wrote it. Of collectives and transfers
-it is what was answered last, as much as a member can still lack. `gradserver.protocol.messages.recovery` says why that
-is enough.
+Of a bucket's slice it is the last result, until the same slice of a later round is answered. That is one copy of the
+gradients. Over TCP it is what was received. In shared memory it stays where the coordinator wrote it. Of collectives
+and transfers it is what was answered last, as much as a member can still lack. `gradserver.protocol.messages.recovery`
+says why that is enough.
 
 In a group with a quorum, or with backups, a round is closed without late members, which may lack its results. A result
 that lacks no member's contribution shows that all members have those of the rounds before. Until one comes, the results

@@ -1,10 +1,10 @@
 """Slices that wait to be sent to one data shard, and the credit that they draw on.
 
-Each pool (`gradserver.protocol.exchange.Pool`) has a limit of bytes in flight. Collectives and transfers are sent
-in the order in which they were called, which all members share. Buckets become ready in an order that
-members do not share. So two of them could each fill their credit with what the other has not begun.
-Therefore the *frontier*, the first slice in the plan's order that was not answered, may always be sent:
-the first unfinished slice of all is the frontier of all members, so something can always move.
+Each pool (`gradserver.protocol.exchange.Pool`) has a limit of bytes in flight. Collectives and transfers are sent in
+the order in which they were called, which all members share. Buckets become ready in an order that members do not
+share. So two of them could each fill their credit with what the other has not begun. Therefore the *frontier*, the
+first slice in the plan's order that was not answered, may always be sent. The first unfinished slice of all is the
+frontier of all members, so something can always move.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Final
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, LeftOutError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op, unasked_cost
-from gradserver.protocol.limits import MIB
+from gradserver.protocol.limits import MIB, TOLD_BYTES
 from gradserver.protocol.messages import Result
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.backlog import Backlog, room_for
@@ -30,11 +30,8 @@ from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.rounds import Rounds
 
-_TOLD_BYTES: Final = 1 * MIB
-"""Bytes that are read before a data shard is told of them."""
-
 _CHRONIC_ROUNDS: Final = 8
-"""Late rounds in a row after which the log says what that means."""
+"""Late rounds in a row after which the log says what that means. It says so again after twice as many, and so on."""
 
 
 class Read:
@@ -46,8 +43,8 @@ class Read:
     def more(self, shard: int, payload: Buffer | None) -> int:
         """Count one more result, and give what ``shard`` is to be told; 0 for nothing yet."""
         untold = self._untold.get(shard, 0) + unasked_cost(payload)
-        self._untold[shard] = 0 if untold >= _TOLD_BYTES else untold
-        return untold if untold >= _TOLD_BYTES else 0
+        self._untold[shard] = 0 if untold >= TOLD_BYTES else untold
+        return untold if untold >= TOLD_BYTES else 0
 
 
 def lacks(result: Result, member_id: int) -> bool:
@@ -157,7 +154,7 @@ class Stragglers:
         self.failures.pop(number, None)
         was_late = self.late == number and self._identity.stage is not Stage.OBSERVING
         self._late_rounds = self._late_rounds + 1 if was_late else 0
-        if self._late_rounds and self._late_rounds % _CHRONIC_ROUNDS == 0:
+        if self._late_rounds >= _CHRONIC_ROUNDS and self._late_rounds.bit_count() == 1:
             what = "is added to what it gives next" if here.late == "keep" else "is forgotten"
             warning = Log(
                 "group %r: this worker, rank %d, was late for %d rounds in a row. What it gave too late %s; if it "

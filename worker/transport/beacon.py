@@ -1,8 +1,8 @@
 """A worker's beacon at its coordinator, or at a data shard.
 
 The server asks for it while this worker joins. When libzmq's own thread has shown for the first time that it runs, the
-other side is told so, and notices from then on if this process freezes. `connect` waits for that. Afterwards the user's
-program may keep Python's lock for as long as it likes.
+other side is told so. From then on that side notices if this process freezes. `connect` waits for that. Afterwards the
+user's program may keep Python's lock for as long as it likes.
 """
 
 from __future__ import annotations

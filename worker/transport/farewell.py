@@ -1,8 +1,8 @@
 """The reason for a broken connection of a member that cannot return, if the coordinator lives.
 
-A member of a group that is not durable is out as soon as its connection breaks. What it was told, if anything,
-may have been lost with that connection, as when it froze: libzmq's heartbeats then close the connection at either end.
-So it asks once, on a new one, before its user hears that the coordinator was lost.
+A member of a group that is not durable is out as soon as its connection breaks. What it was told, if anything, may have
+been lost with that connection. This happens when the member froze: libzmq's heartbeats then close the connection at
+either end. So it asks once, on a new one, before its user hears that the coordinator was lost.
 """
 
 from __future__ import annotations

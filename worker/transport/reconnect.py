@@ -72,12 +72,11 @@ _LOOK_SECONDS: Final = 0.1
 """Pause between two looks for messages while no thread waits."""
 _REACH_SECONDS: Final = 1.0
 """Time limit of an attempt to connect."""
-_FAREWELL_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 10.0
 """Time limit for the answer of a coordinator that accepts a connection."""
 
 
-class Lifeline:
+class ReconnectingChannel:
     """The channel of a durable group: a `gradserver.worker.transport.tcp.TcpChannel`, made anew whenever it breaks.
 
     Args:
@@ -112,23 +111,23 @@ class Lifeline:
         self._generation = 0
         self._shards = session.membership.shards
         """URLs of the data shards."""
-        self._closing = False
+        self._closing = threading.Event()
         self._news = threading.Event()
         """Set when the own thread has something to do."""
         self.attach(session)
-        self._thread = threading.Thread(target=self._live, name="gradserver-lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="gradserver-reconnect", daemon=True)
         self._thread.start()
 
     # ── as any channel ────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, receiver: Receiver) -> None:
         """Hand messages that arrive to ``receiver`` from now on, but not the end of a connection."""
-        self._channel.attach(Ears(self, self._channel, receiver))
+        self._channel.attach(ConnectionReceiver(self, self._channel, receiver))
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
         """Send, or drop what will be sent again when the coordinator is back."""
         with self._lock:
-            if self._closing:
+            if self._closing.is_set():
                 raise ClosedError("this worker is closed")
             channel = self._channel if self._is_up else self._trying if self._introduced else None
         is_for_open = type(message) is Push or (shard > 0 and type(message) is Leave)
@@ -154,7 +153,7 @@ class Lifeline:
                 with self._lock:
                     self._waiting[generation] -= 1
             left = until - self._clock.seconds
-            if self._closing or (left <= 0 and self._clock.runs):
+            if self._closing.is_set() or (left <= 0 and self._clock.runs):
                 return done.acquire(blocking=False)
             left = max(left, RETRY_SECONDS)
 
@@ -196,14 +195,14 @@ class Lifeline:
     def close(self) -> None:
         """Close all connections, and look for the coordinator no more."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             channels = [self._channel] if self._trying is None else [self._trying, self._channel]
         self._news.set()
-        self.resumption.interrupt(ClosedError("this worker is closed"))
         for channel in channels:
             channel.close()
+        self.resumption.interrupt(ClosedError("this worker is closed"))  # what waits later finds closed channels
         if self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL_SECONDS)
+            self._thread.join()
 
     # ── while there is no coordinator ─────────────────────────────────────────────────────────────────
 
@@ -212,7 +211,8 @@ class Lifeline:
         session = self._session
         with self._lock:
             is_trying = channel is self._trying
-            if self._closing or session.closed or not (is_trying or (self._is_up and channel is self._channel)):
+            is_mine = is_trying or (self._is_up and channel is self._channel)
+            if self._closing.is_set() or session.closed or not is_mine:
                 return
             if is_trying:
                 self._failed = error
@@ -238,7 +238,7 @@ class Lifeline:
         last, self._garbled = self._garbled, self._session.round
         return last == self._garbled
 
-    def part(self) -> None:
+    def put_out_beacon(self) -> None:
         """Put the beacon out. The membership is over, and a worker that joins again in its place has the same one."""
         with self._lock:
             channels = [self._channel] if self._trying is None else [self._trying, self._channel]
@@ -252,11 +252,8 @@ class Lifeline:
         self.broke(channel, error)
 
     def _live(self) -> None:
-        """Run in the own thread: reconnect, and look for messages from time to time.
-
-        While no thread waits for a result, as in a long forward pass, no other one reads.
-        """
-        while not self._closing and not self._session.closed:
+        """Run in the own thread: reconnect, and look for messages, as no other thread reads in a long forward pass."""
+        while not self._closing.is_set() and not self._session.closed:
             if self._news.wait(_LOOK_SECONDS):
                 self._news.clear()
             if self._is_up:
@@ -270,7 +267,7 @@ class Lifeline:
         tried, said, pause = 0, since, RETRY_SECONDS
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
-        while not self._closing:
+        while not self._closing.is_set():
             tried += 1
             try:
                 self._find(old.url)
@@ -296,7 +293,9 @@ class Lifeline:
                     "giving up after %g s",
                     *(old.url, now - since, reason.message, session.round, self._patience),
                 )
-            time.sleep(pause)
+            self._closing.wait(pause)
+        if memory is not None:
+            memory.close()
         if beacon is not None:
             beacon.close()
 
@@ -314,10 +313,9 @@ class Lifeline:
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
             self._trying, self._failed, self._introduced = channel, None, False
-        if self._closing:
-            raise ClosedError("this worker is closed")
+        self._check_trying()
         channel.attach_beacon(beacon)
-        channel.attach(Ears(self, channel, self._session))
+        channel.attach(ConnectionReceiver(self, channel, self._session))
         resuming = resumption.resume(channel)
         self._introduced = True  # and not before: a connection that says something else first is turned away
         channel.ask()
@@ -351,8 +349,10 @@ class Lifeline:
         )
 
     def _check_trying(self) -> None:
-        """Raise the error of the connection through which this worker is resuming, if it broke."""
+        """Raise the error of the connection through which this worker is resuming, if it broke or is closed."""
         with self._lock:
+            if self._closing.is_set():
+                raise ClosedError("this worker is closed")
             if self._failed is not None:
                 raise self._failed
 
@@ -387,14 +387,14 @@ class Lifeline:
         )
 
 
-class Ears:
-    """Receiver of one connection. It passes messages on, and reports the end to the lifeline."""
+class ConnectionReceiver:
+    """Receiver of one connection. It passes messages on, and reports its end to the channel."""
 
-    def __init__(self, lifeline: Lifeline, channel: TcpChannel, receiver: Receiver) -> None:
+    def __init__(self, owner: ReconnectingChannel, channel: TcpChannel, receiver: Receiver) -> None:
         self.receive = receiver.receive
-        self._lifeline = lifeline
+        self._owner = owner
         self._channel = channel
 
     def lost(self, error: GradServerError) -> None:
         """Report that the connection broke."""
-        self._lifeline.broke(self._channel, error)
+        self._owner.broke(self._channel, error)

@@ -492,6 +492,7 @@ class TcpChannel:
             closed, self._closed = self._closed, True
         if closed:
             return
+        self._heard_of_memory(None)
         self._wake()
         self._watched.release()
         current = threading.current_thread()

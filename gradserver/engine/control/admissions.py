@@ -61,10 +61,14 @@ def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> 
 
 def _why_waits(group: Group, applicant: Applicant) -> str:
     taken = [*group.members.by_id, *group.learners.by_id]
+    if group.is_deserted:
+        return f"the workers of group {group.name!r} may come back, {group.calls(group.members.by_id)}"
     same = [member_id for member_id in taken if group.members.identities.names[member_id] == applicant.join.name]
     if same:
         return f"{group.call(same[0])} is a member already: give each worker its own name (GRADSERVER_NAME, or name=)"
-    return f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy} is the most"
+    return (
+        f"group {group.name!r} has {len(taken)} workers, {group.calls(taken)}, and {group.policy.maximum} are the most"
+    )
 
 
 def queue_deadline(group: Group) -> float | None:

@@ -15,8 +15,8 @@ from gradserver.protocol.limits import MAX_STATE_ATTEMPTS, STATE_REST_SECONDS
 def due(group: Group, now: float) -> dict[int, int]:
     """Return which donor sends its state to which learner from the next round on, by the learner's id.
 
-    A learner listens meanwhile. Or it is expected, so that the next round waits for it: if it could not read as fast as
-    results came, if there is to be no backlog, or if there are too few others.
+    A learner listens meanwhile, or it is expected: the next round waits for it. It is expected if it could not read as
+    fast as results came. So it is if there is to be no backlog, or if there are too few others.
     """
     waiting = [member_id for member_id, learner in group.learners.by_id.items() if learner.stage is Stage.WAITING]
     if not waiting:

@@ -13,14 +13,15 @@ from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.identities import in_order, numbered
 from gradserver.engine.order_fields import Member
+from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.limits import MAX_NAME_BYTES
 from gradserver.protocol.messages import Join
 
 _NOBODY = Member(-1, "")
 
 
-def found(registry: Registry, message: Join, effects: Effects) -> Group:
-    """Return the group that a worker wants to join; make it if there is none.
+def group_for(registry: Registry, message: Join, effects: Effects) -> Group:
+    """Check a Join, and return the group that the worker wants to join; make it if there is none.
 
     Raises:
         JoinRefusedError: no group may be founded under this name, or too many were.
@@ -28,15 +29,10 @@ def found(registry: Registry, message: Join, effects: Effects) -> Group:
     """
     check_name("the group's name", message.group, MAX_NAME_BYTES)
     group = registry.groups.get(message.group)
-    if group is not None and is_started_anew(group, message.name):
-        members.abandon(registry, group, f"{message.name!r} was started anew", effects)
-        group = None
     if group is None:
-        registry.access.check_group(message.group)
-        for news in registry.quotas.forget(registry.groups):
-            effects.journal_behind(news)
-        registry.quotas.check_founding(message.group, registry.groups)
-        group = new_group(registry, message)
+        group = _make(registry, message, effects)
+    elif is_started_anew(group, message.name):
+        group = _replace(registry, group, message, effects)
     check_applicant(group, message, registry.now)
     group.account.check_join(message.name)
     return group
@@ -50,6 +46,41 @@ def arrive(group: Group, applicant: Applicant, effects: Effects) -> None:
     effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({count}{of} {group.policy})")
 
 
+def _make(registry: Registry, message: Join, effects: Effects) -> Group:
+    """Make the group that a worker is the first to ask for."""
+    registry.access.check_group(message.group)
+    for news in registry.quotas.forget(registry.groups):
+        effects.journal_behind(news)
+    registry.quotas.check_founding(message.group, registry.groups)
+    return new_group(registry, message)
+
+
+def _replace(registry: Registry, group: Group, message: Join, effects: Effects) -> Group:
+    """Make a group in place of one that has no processes any more. Workers that wait for a place go with it."""
+    queue = group.learners.take_queue()
+    members.abandon(registry, group, f"{message.name!r} was started anew", effects)
+    try:
+        group = _make(registry, message, effects)
+    except GradServerError as error:
+        for applicant in queue:
+            _refuse(registry, applicant, error, effects)
+        raise
+    for applicant in queue:
+        try:
+            check_applicant(group, applicant.join, registry.now)
+        except GradServerError as error:
+            _refuse(registry, applicant, error, effects)
+        else:
+            registry.groups[group.name] = group  # also if the worker that asks now is refused
+            arrive(group, applicant, effects)
+    return group
+
+
+def _refuse(registry: Registry, applicant: Applicant, error: GradServerError, effects: Effects) -> None:
+    del registry.places[applicant.connection]
+    effects.refuse(applicant.connection, error)
+
+
 def leave(registry: Registry, group: Group, connection: int, reason: str, effects: Effects) -> None:
     """Forget an applicant, and with the last one the group."""
     names = [repr(applicant.join.name) for applicant in group.applicants.waiting if applicant.connection == connection]
@@ -60,13 +91,15 @@ def leave(registry: Registry, group: Group, connection: int, reason: str, effect
 
 
 def is_started_anew(group: Group, name: str) -> bool:
-    """Tell whether a worker called ``name`` shows that the processes of a group that needs them all are gone.
+    """Tell whether a worker called ``name`` shows that the processes of a group are gone.
 
-    All of them are away, and one joins instead of coming back: its process is another one.
+    All of them are away, and one that is needed joins instead of coming back: its process is another one. An elastic
+    group needs any of them, as each has the state. So all of them have to join.
     """
-    if not (group.is_deserted and group.policy.needs_all):
+    if not group.is_deserted:
         return False
-    return any(group.members.identities.names[member_id] == name for member_id in group.sessions.away)
+    away = {group.members.identities.names[member_id] for member_id in group.sessions.away}
+    return name in away and (group.policy.needs_all or away <= {name, *group.learners.queued_names})
 
 
 def deadline(group: Group) -> float | None:

@@ -1,4 +1,4 @@
-"""The control half: the members of each group, and what they agreed on."""
+"""The control half, from outside: events go in, and the tables of `machine` say what becomes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transiti
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.declared import Kind
-from gradserver.engine.effects import Effects
+from gradserver.engine.effects import Effects, Eviction
 from gradserver.engine.link import decode_report
 from gradserver.engine.reports import RemoteReport, Report, Violation
 from gradserver.protocol.buffer import Buffer
@@ -49,7 +49,7 @@ class Control:
         try:
             self._receive(connection, message, payloads, effects)
         except GradServerError as error:
-            self._evict(connection, error, effects)
+            self._evict(Eviction(connection, error), effects)
 
     def _begin(self, now: float) -> None:
         """Begin with an event, which may change any deadline."""
@@ -60,12 +60,12 @@ class Control:
         match message:
             case Join():
                 registry.check_free(connection)
-                group = forming.found(registry, message, effects)
+                group = forming.group_for(registry, message, effects)
                 registry.groups[group.name] = group
                 self._happens(group, message, effects, connection)
             case Resume():
                 registry.check_free(connection)
-                group = sessions.check(registry.groups.get(message.group), message)
+                group = sessions.check(registry.groups.get(message.group), message, registry.ended)
                 self._happens(group, message, effects, connection, message.member_id)
             case Leave(reason, failed):
                 if connection in registry.places:
@@ -93,7 +93,7 @@ class Control:
         """Take a report from the coordinator's own data half."""
         self._begin(now)
         if isinstance(report, Violation):
-            self._evict(report.connection, report.error, effects)
+            self._evict(Eviction(report.connection, report.error), effects)
         elif (group := self.groups.get(report.group)) is not None and group.state is not State.FORMING:
             self._happens(group, report, effects)  # else the group that it is about has ended meanwhile
 
@@ -184,19 +184,20 @@ class Control:
         while effects.evictions:
             self._note_state(group, row)
             for eviction in effects.take_evictions():
-                self._evict(eviction.connection, eviction.error, effects, ended=eviction.ended)
+                self._evict(eviction, effects)
 
     def _note_state(self, group: Group, row: Transition | None) -> None:
         before, after = group.note_state()
         if row is not None and after not in (before, *row.next):
             self._surprises.append(f"{before} to {after}, which the row of {row.events} has not")
 
-    def _evict(self, connection: int, error: GradServerError, effects: Effects, *, ended: bool = False) -> None:
-        """Take a worker's connection, as ``error`` is its own fault."""
-        effects.refuse(connection, error)
+    def _evict(self, eviction: Eviction, effects: Effects) -> None:
+        """Take a worker's connection, as the error is its own fault."""
+        error = eviction.error
+        effects.refuse(eviction.connection, error)
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
-        why = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
-        self._lose(connection, Lost(why, ended=ended), effects)
+        late = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
+        self._lose(eviction.connection, Lost(eviction.why or late, ended=eviction.ended), effects)
 
     def _lose(self, connection: int, how: Lost, effects: Effects) -> None:
         """Deal with the loss of the worker or the data shard on ``connection``."""

@@ -1,4 +1,7 @@
-"""Checks of workers that want to join a group, and what an applicant is told that has run out of patience."""
+"""Checks of workers that want to join a group, and what an applicant is told that has run out of patience.
+
+`forming.group_for` has the order of all checks, `access` the groups that may be opened, `admissions` running groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that control has written of groups, each before a member is told of it."""
+"""Records that control has written of groups: each decision before a member is told, each round behind its results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def used(group: Group, ranges: Ranges, effects: Effects) -> None:
 
 
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], effects: Effects) -> None:
-    """A round is complete. Results are told before this, and in elastic groups that it is over behind it."""
+    """A round is complete. Results are told before this, and in durable groups that it is over behind it."""
     effects.journal_behind(Round(group.name, group.members.epoch, record, used_up))
     if record.nonfinite:
         warning = group.found.count(record, group.nonfinite, group.plans.plan, group.call, group.name)

@@ -238,7 +238,10 @@ def enter(group: Group, number: int, effects: Effects) -> None:
 
 
 def fell_behind(group: Group, member_id: int, effects: Effects) -> bool:
-    """Have a learner get the state anew, as it has not read its results. False if it trains with the state already."""
+    """Have a learner get the state anew, as it has not read its results. False if it trains with the state already.
+
+    Each data shard may report the same. At the next boundary all have done so, and no older report comes any more.
+    """
     learner = group.learners.by_id[member_id]
     if row_of(learner, Event.BEHIND) is None:
         return False

@@ -1,10 +1,10 @@
-"""The control half: the members of each group, and what they agreed on.
+"""The tables of a group's life: transitions, rules and timers. `half` runs them.
 
-A group is a state machine, and this module has its tables. `TRANSITIONS` says what becomes of each event in each state.
-`RULES` say what follows whenever a condition holds; they are tried in their order after each event, until none applies.
-`TIMERS` say when a group has waited long enough. Each entry names the function that does it, in the module that knows:
-`forming` knows applicants, `learners` workers that join a running group, `members` departures, `rounds` the end of a
-round, `sessions` members that come back, `shard_replacement` lost data shards.
+A group is a state machine. `TRANSITIONS` says what becomes of each event in each state, and `ILLEGAL` has the pairs
+that cannot be. `RULES` say what follows whenever a condition holds. They are tried in their order after each event,
+until none applies. `TIMERS` say when a group has waited long enough. Each entry names the function that does it, in the
+module that knows. `forming` knows applicants, `learners` workers that join a running group, `members` departures.
+`rounds` knows the end of a round, `sessions` members that come back, `shard_replacement` lost data shards.
 
 `docs/reference/group-states.md` has these tables for people; ``python -m tests.group_tables`` makes it.
 """
@@ -109,6 +109,21 @@ ROWS: Final = (
 )
 TRANSITIONS: Final = {(state, event): row for row in ROWS for state in row.states for event in row.events}
 """Row of each state and type of event."""
+ILLEGAL: Final[dict[tuple[State, type], str]] = {
+    **{
+        (FORMING, event): "No worker is a member yet: UnexpectedMessageError, or the report is of a group before."
+        for state, event in TRANSITIONS
+        if state is ACTIVE and (FORMING, event) not in TRANSITIONS
+    },
+    (FORMING, Broke): "An applicant has no place to come back to: Lost.",
+    (FORMING, Resume): "The group is not durable yet: JoinRefusedError.",
+    (BROKEN, Resume): "The error that broke the group.",
+    (BROKEN, Broke): "No worker comes back to a broken group: Lost.",
+}
+"""Pairs that cannot be, and the errors that are raised instead, by `Registry.member` and `sessions.check`.
+
+A group that has ended is in no table: its name is free.
+"""
 
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,14 @@
 """Departures in control: workers that leave, are lost or evicted, and groups that break or end.
 
-What that comes to for a group is in the table of `gradserver.engine.control.machine`.
+A member that is lost, step by step:
+
+1. The transport finds that it is silent or that its connection broke (`gradserver.transport.liveness`), or a data half
+   finds that it breaks the protocol. In a durable group it may come back first (`sessions`).
+2. The table of `machine` has a row for `Lost` in each state. Its function comes here, to `remove`.
+3. With fewer than MIN members and no time to wait for others the group breaks. Else it goes on in a new epoch, which is
+   written, and told to all data halves in one `Configure`.
+4. Each data half cuts the member off (`gradserver.engine.data.membership`), and says that it has applied that.
+5. When all have, members are told (`rounds.tell_applied`). They go by it from the end of the round on.
 """
 
 from __future__ import annotations
@@ -9,9 +17,11 @@ from typing import Final
 
 from gradserver.engine.control import journal, learners, leases, recovery, rounds, turns
 from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.control.plans import fail_all
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
+from gradserver.engine.order_fields import Departure
 from gradserver.engine.orders import Break, Halt
 from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
 from gradserver.protocol.messages import Failure, Scope
@@ -57,12 +67,33 @@ def remove(
     if group.policy.ends_at_once and group.lacks_workers:
         _break_without(group, member_id, reason, politely, effects)
         return
-    rounds.depart(group, member_id, reason, politely, ended, registry.next_epoch, effects)
+    _depart(registry, group, member_id, reason, politely, ended, effects)
     recovery.begin_if_due(registry, group, now, effects)
 
 
+def _depart(
+    registry: Registry, group: Group, member_id: int, reason: str, politely: bool, ended: bool, effects: Effects
+) -> None:
+    """Go on without a member, in a new epoch. ``ended``: its process has."""
+    when = f"in round {group.rounds.number} ({reason[:MAX_REASON]})"
+    error = group.members.identities.departed(member_id, politely, when)
+    group.members.depart(member_id, registry.next_epoch())
+    news = group.news(f"{error.message}; {_rest(group)}", not politely, effects)
+    journal.members(group, error.message, effects)
+    group.configure(effects, news, departed=(Departure(member_id, error, ended),))
+    learners.lost_donor(group, member_id, effects)
+
+
+def _rest(group: Group) -> str:
+    """Say how many members continue, or are left if these are too few."""
+    count = len(group.members.by_id)
+    if group.lacks_workers:
+        return "1 worker is left" if count == 1 else f"{count} workers are left"
+    return "1 worker goes on" if count == 1 else f"{count} workers go on"
+
+
 def _close(registry: Registry, group: Group, member_id: int, reason: str, politely: bool, effects: Effects) -> None:
-    """End a group whose last member is gone."""
+    """End a group when its last member is gone."""
     departed = group.members.identities.departed(member_id, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
     effects.log(f"group {group.name!r}: that was the last worker, after {group.rounds.number} rounds")
@@ -106,19 +137,19 @@ def halt(group: Group, error: GradServerError, effects: Effects) -> None:
 
 
 def halted(group: Group, error: GradServerError, buckets_only: bool, source: int, effects: Effects) -> None:
-    """Break a group whose data shard ``source`` cannot go on, and has told its members why."""
+    """Break a group, as its data shard ``source`` cannot go on, and has told its members why."""
     _break(group, error, effects)
     group.order(Halt(group.name, error, buckets_only), effects, but=source)
 
 
 def conflict(group: Group, error: GradServerError, effects: Effects) -> None:
-    """Break a group whose members contradict each other. They are told of it in what they exchange."""
+    """Break a group, as its members contradict each other. They are told of it in what they exchange."""
     _break(group, error, effects)
     group.order(Halt(group.name, error, False), effects)
 
 
 def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:
-    """End a group all of whose members are away."""
+    """End a group, as all its members are away."""
     effects.log(f"group {group.name!r} ends after {group.rounds.number} rounds: all its workers are away, and {reason}")
     registry.end(group, learners.bereft(group), f"all its workers were away, and {reason}", effects)
 

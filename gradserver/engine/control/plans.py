@@ -118,7 +118,7 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
 def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
     """Tell members that differ from most (a tie goes to the lowest rank); the others' proposals stand."""
     most = group.plans.proposals[reference]
-    for rank, proposal in sorted(group.plans.proposals.items()):
+    for member_id, proposal in sorted(group.plans.proposals.items()):
         difference = first_difference(most.plan, proposal.plan)
         if difference is None and proposal.beside != most.beside:
             difference = _HOW[most.beside], _HOW[proposal.beside]
@@ -127,23 +127,24 @@ def _reject_minority(group: Group, reference: int, effects: Effects) -> None:
         theirs, own = difference
         error = PlanMismatchError(
             f"the plans of group {group.name!r} differ, first here: {group.call(reference)} has {theirs}; "
-            f"{group.call(rank)} has {own}. Every worker must wrap the same module in the same way, with the same wire"
+            f"{group.call(member_id)} has {own}. Every worker must wrap the same module in the same way, "
+            f"with the same wire"
         )
-        _fail(group, rank, error, effects)
-        group.plans.withdraw(rank)
+        _fail(group, member_id, error, effects)
+        group.plans.withdraw(member_id)
         effects.log(error.message, warning=True)
 
 
 def fail_all(group: Group, error: GradServerError, effects: Effects) -> None:
     """Nothing comes of any proposal."""
-    for rank in group.plans.proposals:
-        _fail(group, rank, error, effects)
+    for member_id in group.plans.proposals:
+        _fail(group, member_id, error, effects)
     group.plans.withdraw_all()
 
 
-def _fail(group: Group, rank: int, error: GradServerError, effects: Effects) -> None:
-    """Tell ``rank`` that nothing comes of what it has proposed."""
-    effects.send(group.members.by_id[rank].connection, Failure.of(error, Scope.PROPOSAL))
+def _fail(group: Group, member_id: int, error: GradServerError, effects: Effects) -> None:
+    """Tell ``member_id`` that nothing comes of what it has proposed."""
+    effects.send(group.members.by_id[member_id].connection, Failure.of(error, Scope.PROPOSAL))
 
 
 def deadline(group: Group) -> float | None:
@@ -155,10 +156,10 @@ def deadline(group: Group) -> float | None:
 
 def overdue(group: Group, effects: Effects) -> None:
     """Tell members that have proposed a plan, and waited too long, which others did not."""
-    missing = [rank for rank in group.members.by_id if rank not in group.plans.proposals]
+    missing = [member_id for member_id in group.members.by_id if member_id not in group.plans.proposals]
     what = f"{group.calls(missing)} to propose one" if missing else "its data shards to confirm it"
     error = DeadlineError(
         f"the plan of group {group.name!r} waited {group.round_timeout:g} s for {what}",
-        missing=tuple(group.call(rank) for rank in missing),
+        missing=tuple(group.call(member_id) for member_id in missing),
     )
     fail_all(group, error, effects)

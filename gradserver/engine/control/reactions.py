@@ -41,6 +41,7 @@ from gradserver.engine.reports import (
 )
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError
+from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Enter, Follow, Join, Message, Opens, Propose, Ready, Serve, StateFailed, Steps
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
@@ -239,12 +240,18 @@ def fall_behind(event: Event) -> None:
     if report.member_id in group.learners.by_id and learners.fell_behind(group, report.member_id, event.effects):
         return
     occupant = group.members.by_id.get(report.member_id) or group.learners.by_id.get(report.member_id)
-    if occupant is not None:
-        event.effects.evict(occupant.connection, rounds.behind(group, report.member_id, report.round))
+    if occupant is None:
+        return
+    error = rounds.behind(group, report.member_id, report.round)
+    why = f"it left more than {group.policy.backlog / MIB:g} MiB of results unread (--backlog)"
+    if occupant.connection < 0:  # its connection broke meanwhile: it hears of this when it comes back
+        members.remove(event.registry, group, report.member_id, why, event.now, event.effects)
+    else:
+        event.effects.evict(occupant.connection, error, why=why)
 
 
 def be_absent(event: Event) -> None:
-    """Evict a worker that broke the protocol at a shard; keep the place of one whose connection there broke."""
+    """Evict a worker that broke the protocol at a shard; keep the place of one if its connection there broke."""
     report, group, effects = event.what, event.group, event.effects
     assert isinstance(report, Absent)
     occupant = group.members.by_id.get(report.member_id) or group.learners.by_id.get(report.member_id)
@@ -255,7 +262,7 @@ def be_absent(event: Event) -> None:
         effects.evict(occupant.connection, report.error, ended=report.ended)
         return
     if group.shards.lacking:
-        return  # it makes all its connections anew, as everybody does
+        return  # it makes all its connections anew, as all do
     recovery.promote_contributors(event.registry, group, effects)  # as when its connection to the coordinator breaks
     event.follow()
     effects.dismiss(occupant.connection, report.error)

@@ -8,11 +8,11 @@ members what stands, the group goes on (`Recovered`). Data has the other half, i
 
 from __future__ import annotations
 
-from gradserver.engine.control import journal, learners
+from gradserver.engine.control import journal, learners, rounds
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.orders import CutRound, Proceed, Recover
+from gradserver.engine.orders import Proceed, Recover
 from gradserver.engine.reports import CaughtUp, Recovered
 from gradserver.protocol.errors import UnexpectedMessageError
 from gradserver.protocol.messages import RoundDone
@@ -24,10 +24,10 @@ def promote_contributors(registry: Registry, group: Group, effects: Effects) -> 
     learners.promote(group, group.rounds.number, registry.next_epoch, effects)
 
 
-def begin(registry: Registry, group: Group, version: int, now: float, effects: Effects) -> None:
-    """Have all members that are here say what they hold. ``version`` is the new number of the recovery."""
-    group.recovery.begin(version)
-    group.members.void_before(version)  # what shards have reported so far, and what we have heard of it, is void
+def begin(registry: Registry, group: Group, generation: int, now: float, effects: Effects) -> None:
+    """Have all members that are here say what they hold. ``generation`` is the new number of the recovery."""
+    group.recovery.begin(generation)
+    group.members.void_before(generation)  # what shards have reported so far, and what we have heard of it, is void
     group.configuration.wait_no_more()
     group.rounds.void()
     group.shards.void()
@@ -35,11 +35,11 @@ def begin(registry: Registry, group: Group, version: int, now: float, effects: E
     here = [member_id for member_id in group.members.by_id if member_id not in group.sessions.away]
     if here:
         group.sessions.hurry(now + group.policy.missing)
-    resumed = Resumed(registry.incarnation, version, group.shards.urls)
+    resumed = Resumed(registry.incarnation, generation, group.shards.urls)
     for member_id in here:
         effects.send(group.members.by_id[member_id].connection, resumed)
     own = group.latest + 1 if group.recovery.is_uncertain else group.recovery.own
-    group.order(Recover(group.name, version, group.rounds.due, group.latest, own), effects)
+    group.order(Recover(group.name, generation, group.rounds.due, group.latest, own), effects)
 
 
 def begin_if_due(registry: Registry, group: Group, now: float, effects: Effects) -> None:
@@ -63,7 +63,7 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     for member_id in here:
         effects.send(group.members.by_id[member_id].connection, RoundDone(number, epoch))
     if late := group.rounds.recall_late(report.round).intersection(group.members.by_id):
-        group.order(CutRound(group.name, report.round, tuple(sorted(late))), effects)
+        rounds.cut(group, report.round, sorted(late), effects)
     group.order(Proceed(group.name), effects)
 
 

@@ -38,6 +38,7 @@ class Registry:
     Attributes:
         groups: by name.
         places: the group that each connection has joined, as applicant, learner or member.
+        ended: names of groups that ended when this coordinator began, and why.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
     """
@@ -69,6 +70,7 @@ class Registry:
         self.incarnation = incarnation
         self.runs = runs
         self.round_timeout = round_timeout
+        self.ended: dict[str, str] = {}
         self._digests = digests
         self._epochs = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
@@ -104,7 +106,7 @@ class Registry:
             raise UnexpectedMessageError("this connection is a data shard's, which joins no group")
 
     def next_epoch(self) -> int:
-        """The number of a new membership, or of an opening of books."""
+        """Return the number of a new membership, or of a recovery."""
         self._epochs += 1
         return self._epochs
 

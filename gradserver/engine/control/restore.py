@@ -59,8 +59,11 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
             continue
         policy = _policy(found, registry.told(name))
         if policy is None:
-            what = f"--workers is {registry.told(name)} now, and must be what it was when the group began"
+            *_, latest = (dated.record for dated in found.epochs.values())
+            here = len(latest.members) if isinstance(latest, Epoch) else 0
+            what = f"--workers is {registry.told(name)} now, and must be what it was: the group had {here} workers"
             effects.log(f"group {name!r} ends: {what}", warning=True)
+            registry.ended[name] = what
             continue
         group = _group(registry, name, found, policy, now)
         if (entered := _entered(group, found)) is not None:
@@ -138,7 +141,7 @@ def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None
 
 
 def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now: float) -> Group:
-    """Make the group as it was, with everybody away."""
+    """Make the group as it was, with all members away."""
     epochs = [dated.record for dated in found.epochs.values() if isinstance(dated.record, Epoch)]
     founded, durable, latest = found.latest(Founded), found.latest(Durable), epochs[-1]
     assert founded is not None

@@ -87,12 +87,12 @@ def _slices_of(group: Group, shard: int, number: int) -> Iterator[tuple[int, int
 def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
     """The record of a round of which each shard has recorded its part."""
     hashed = all(part.inputs for part in parts)
-    ranks = range(world)
+    ids = range(world)
     return replace(
         max(parts, key=lambda part: part.completed),
         opened=min(part.opened for part in parts),
-        arrivals=tuple((min(p.arrivals[r][0] for p in parts), max(p.arrivals[r][1] for p in parts)) for r in ranks),
-        inputs=tuple(sum(part.inputs[rank] for part in parts) % MODULUS for rank in ranks) if hashed else (),
+        arrivals=tuple((min(p.arrivals[i][0] for p in parts), max(p.arrivals[i][1] for p in parts)) for i in ids),
+        inputs=tuple(sum(part.inputs[i] for part in parts) % MODULUS for i in ids) if hashed else (),
         results=tuple(sum(found) % MODULUS for found in zip(*(p.results for p in parts), strict=True))
         if hashed
         else (),

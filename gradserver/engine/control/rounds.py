@@ -1,40 +1,32 @@
-"""The end of a round: when it is over, and which membership is in force behind it.
+"""The end of a round: when it is over, when the group pauses instead, and which membership is in force behind it.
 
-`gradserver.engine.control.machine` has the table of a group's life. A member's rank, world size and epoch change at
-RoundDone, or when a collective fails because of a departure.
+    the membership                                          a round is over for members
+    ──────────────────────────────────────────────────────  ───────────────────────────────────────────────────────────
+    is steady, and the group is not durable                 with the last results of all data halves; control is told
+    else, with MIN members or more                          at RoundDone, when all halves have reported it
+    else, with fewer                                        at RoundDone, when enough have come: the group is paused
+    … and `--rejoin-for` seconds have passed                not at all: DeadlineError, and the group ends
+
+`gradserver.engine.control.machine` has the rules and the timer that say so. A member's rank, world size and epoch
+change at RoundDone, or when a collective fails because of a departure.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from gradserver.engine.control import donations, journal, learners, leases, turns
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.group.group import MAX_REASON
 from gradserver.engine.effects import Effects
-from gradserver.engine.order_fields import Departure
+from gradserver.engine.journal_state import MAX_CUTS
 from gradserver.engine.orders import CutRound
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.limits import MIB
+from gradserver.protocol.limits import KEPT_BYTES, MIB, MIN_SLICE_COST, SLICE_BYTES, TOLD_BYTES
 from gradserver.protocol.messages import RoundDone
-
-
-def depart(
-    group: Group, member_id: int, reason: str, politely: bool, ended: bool, epoch: Callable[[], int], effects: Effects
-) -> None:
-    """Go on without ``member_id``, in a new epoch. ``ended``: its process has."""
-    error = group.members.identities.departed(
-        member_id, politely, f"in round {group.rounds.number} ({reason[:MAX_REASON]})"
-    )
-    group.members.depart(member_id, epoch())
-    news = group.news(f"{error.message}; {_rest(group)}", not politely, effects)
-    journal.members(group, error.message, effects)
-    group.configure(effects, news, departed=(Departure(member_id, error, ended),))
-    learners.lost_donor(group, member_id, effects)
 
 
 def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
@@ -128,7 +120,7 @@ def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) 
 
 
 def is_at_boundary(group: Group) -> bool:
-    """Tell whether a round is complete, and all shards know who is there."""
+    """Tell whether a round is complete, and all shards know which members are there."""
     return group.rounds.held is not None and not group.configuration.changes
 
 
@@ -151,8 +143,8 @@ def is_steady(group: Group) -> bool:
 def can_expect(group: Group, now: float) -> bool:
     """Tell whether learners are to take part in the next round, or to get the state in it.
 
-    Not if a member may have begun that round without them: it heard that the round is over, before results were lost
-    and the round was done again.
+    Not if a member may have begun that round without them. It heard that the round before is over; then results were
+    lost, and that round was done again.
     """
     if group.rounds.held_again and not group.lacks_workers:
         return False
@@ -195,31 +187,66 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
         group.configure(effects, steady=True)
 
 
+def cut(group: Group, number: int, member_ids: Sequence[int], effects: Effects) -> None:
+    """Tell all halves that a round is closed without these members."""
+    turn = group.turns.rounds.get(number)
+    section = -1 if turn is None or turn.opens is None else turn.opens.section
+    group.order(CutRound(group.name, number, tuple(member_ids), section), effects)
+
+
 def close_round(group: Group, late: Late, effects: Effects) -> None:
     """Close a round without members that are late, as many as the policy lets go."""
     there = {*group.contributors}
-    who = [member_id for member_id in late.member_ids if member_id in there]
-    if late.round != group.rounds.number or not who or learners.awaits_state(group, late.member_ids):
+    slow = [member_id for member_id in late.member_ids if member_id in there]
+    if late.round != group.rounds.number or not slow or learners.awaits_state(group, late.member_ids):
         return
     lateness = group.policy.lateness
     if lateness is None:
-        text = f"round {late.round} of group {group.name!r} waits for {group.calls(who)} {late.why}"
+        text = f"round {late.round} of group {group.name!r} waits for {group.calls(slow)} {late.why}"
         effects.log(text, warning=True)
         return
     gone = group.rounds.late.get(late.round, set())
     count = group.next_count
     spared = count - lateness.needed(count) - len(gone & there)
-    who = [member_id for member_id in who if member_id not in gone][: max(spared, 0)]
-    if not who:
+    slow = [member_id for member_id in slow if member_id not in gone]
+    full = [member_id for member_id in slow if _has_no_room(group, member_id, late.round)]
+    if full and late.tell:
+        effects.log(_why_it_waits(group, full, late), warning=True)
+    slow = [member_id for member_id in slow if member_id not in full][: max(spared, 0)]
+    if not slow:
         return
-    group.rounds.close_without(late.round, who)
-    text = f"round {late.round} of group {group.name!r} closed without {group.calls(who)} {late.why}"
-    journal.cut(group, late.round, who, text, effects)
+    group.rounds.close_without(late.round, slow)
+    text = f"round {late.round} of group {group.name!r} closed without {group.calls(slow)} {late.why}"
+    journal.cut(group, late.round, slow, text, effects)
     if late.tell:
         effects.log(text, warning=True)
-    for member_id in who:
+    for member_id in slow:
         leases.not_counted(group, member_id, late.round, group.late_are == "keep", effects)
-    group.order(CutRound(group.name, late.round, tuple(who)), effects)
+    cut(group, late.round, slow, effects)
+
+
+def _has_no_room(group: Group, member_id: int, number: int) -> bool:
+    """Tell whether a late member might leave too much unread, if round ``number`` were closed without it as well.
+
+    The member would be evicted, and a group that needs all its members would end. An elastic group goes on without it.
+    """
+    plan = group.plans.plan
+    if plan is None or not group.policy.needs_all:
+        return False
+    slices = len(plan.buckets) * len(group.shards.all) + plan.nbytes // SLICE_BYTES
+    rounds = group.rounds.late_in_a_row(member_id, number) + 1
+    room = min(group.policy.backlog, KEPT_BYTES) - TOLD_BYTES
+    return rounds > MAX_CUTS or rounds * (plan.nbytes + slices * MIN_SLICE_COST) > room
+
+
+def _why_it_waits(group: Group, member_ids: list[int], late: Late) -> str:
+    """Say that a round waits for late members, and why."""
+    size = group.policy.backlog / MIB
+    return (
+        f"round {late.round} of group {group.name!r} waits for {group.calls(member_ids)} {late.why}. The group needs "
+        f"all its workers (--workers {group.policy}), and a late one could leave more than {size:g} MiB of results "
+        f"unread (--backlog), if more rounds were closed without it"
+    )
 
 
 def behind(group: Group, member_id: int, number: int) -> LeftOutError:
@@ -227,11 +254,3 @@ def behind(group: Group, member_id: int, number: int) -> LeftOutError:
     size = group.policy.backlog / MIB
     what = f"more than {size:g} MiB of results, of rounds that closed without it, wait to be read (--backlog)"
     return group.members.identities.left_out(member_id, f"group {group.name!r} in round {number}: {what}")
-
-
-def _rest(group: Group) -> str:
-    """Say how many members continue, or are left if these are too few."""
-    count = len(group.members.by_id)
-    if group.lacks_workers:
-        return "1 worker is left" if count == 1 else f"{count} workers are left"
-    return "1 worker goes on" if count == 1 else f"{count} workers go on"

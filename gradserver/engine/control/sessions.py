@@ -16,12 +16,13 @@ knows its groups from records (`gradserver.engine.control.restore`). The member 
     gone      Resume                                    gone      refused with LeftOutError
 
 `gradserver.engine.control.recovery` has what becomes of its group. In an elastic group that is not durable no member
-can come back; a member with a broken connection says Resume all the same, to hear whether the others go on.
+can come back. A member with a broken connection says Resume all the same, and so hears whether the others go on.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 
 from gradserver.engine.control import journal, learners, members, recovery, turns
 from gradserver.engine.control.group import Group
@@ -83,8 +84,8 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
             continue
         until = min(now + _LOOK_SECONDS, since + group.round_timeout)
         if group.sessions.wait_for_busy(member_id, since, until):
-            who, most = group.call(member_id), f"{group.round_timeout:g} s at most"
-            what = f"{who} is not back, and its process runs: it is waited for, {most}"
+            member, most = group.call(member_id), f"{group.round_timeout:g} s at most"
+            what = f"{member} is not back, and its process runs: it is waited for, {most}"
             effects.log(f"group {group.name!r}: {what}", warning=True)
     return late
 
@@ -92,8 +93,8 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def check(group: Group | None, message: Resume) -> Group:
-    """Return the group that a member comes back to.
+def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Group:
+    """Return the group that a member comes back to; ``ended`` says why groups have ended that were there before.
 
     Raises:
         JoinRefusedError: there is no such durable group, or the member is another one.
@@ -109,7 +110,8 @@ def check(group: Group | None, message: Resume) -> Group:
         if group is not None and name and group.broken is None:
             raise group.left_out(message.member_id, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(
-            f"there is no durable group {message.group[:128]!r} to resume in: call connect again to join a new one"
+            f"there is no durable group {message.group[:128]!r} to resume in"
+            f"{f', as {ended[message.group]}' if message.group in ended else ''}: call connect again to join a new one"
         )
     if name and not hmac.compare_digest(group.token(message.member_id).encode(), message.token.encode()):
         raise JoinRefusedError(
@@ -124,9 +126,9 @@ def check(group: Group | None, message: Resume) -> Group:
         )
     if not group.is_inside(message.member_id):
         rank = group.members.identities.rank(message.member_id) if name else -1
-        who = f"{name!r} (was rank {rank})" if name else f"with member id {message.member_id}"
+        it = f"{name!r} (was rank {rank})" if name else f"with member id {message.member_id}"
         raise LeftOutError(
-            f"this worker, {who}, came back to group {group.name!r} when the others had gone on without it, in round "
+            f"this worker, {it}, came back to group {group.name!r} when the others had gone on without it, in round "
             f"{group.rounds.number}. It has to join again",
             worker=name,
             rank=rank,

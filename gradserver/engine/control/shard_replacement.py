@@ -7,12 +7,12 @@ knew. All of them come back, since they had a connection to it. Then the group r
 
     place     event                                     next      what happens
     ────────  ────────────────────────────────────────  ────────  ──────────────────────────────────────────────────────
-    (none)    Restored                                  VACANT    nobody has enlisted with this coordinator yet
-    SERVING   its connection breaks                     VACANT    members who come back wait to be told that they may
+    (none)    Restored                                  VACANT    no shard has enlisted with this coordinator
+    SERVING   its connection breaks                     VACANT    members that come back wait to be told to go on
     VACANT    there is a shard that the group lacks     SERVING   it is told of the group
-    VACANT    … and no other place is vacant            SERVING   … and the books are opened: Resumed to all
-    VACANT    nobody came for a second                  VACANT    Hire, each second: another process beside this one
-    VACANT    nobody came for the group's timeout       (none)    DeadlineError to everybody, and the group is broken
+    VACANT    … and no other place is vacant            SERVING   … and a recovery begins: Resumed to all
+    VACANT    none came for a second                    VACANT    Hire, each second: another process beside this one
+    VACANT    none came for the group's timeout         (none)    DeadlineError to all members: the group is broken
 
 Of a group that was restored time counts from the first member on that comes back.
 """

@@ -15,7 +15,7 @@ def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int,
 
 
 def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnation: int) -> Welcome:
-    """``token`` is for data shards. A durable group has none but the coordinator: its tokens follow from its secret.
+    """``token`` is for data shards. In a durable group it follows from the group's secret, and is for Resume, too.
 
     A worker that is not a member yet gets the ids, names and rank that are to be.
     """

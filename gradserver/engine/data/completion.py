@@ -46,7 +46,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     if operation.op is _NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
         payload = contribution.payload
-        if payload is not None and not piece.given[contribution.rank].shared:
+        if payload is not None and not piece.given[contribution.member_id].shared:
             passed = portions(payload, len(piece.given)) if operation.kind in PORTIONED else payload
             answer(group, exchange, piece, passed, now, effects)
             return
@@ -217,17 +217,17 @@ def _send_unasked(
 ) -> None:
     """Send ``results`` to listeners, as far as each has read what it was sent before."""
     for member_id in member_ids:
+        connection = group.members.connections[member_id]
+        if connection < 0 and group.order.durable:
+            continue  # other members keep the results for it, until it is back
         for result, payloads in results:
             unread = unasked_cost(payloads[0] if payloads else None)
-            away = group.members.connections[member_id] < 0
-            if (away and not group.order.durable) or not group.listeners.charge(member_id, unread):
+            if connection < 0 or not group.listeners.charge(member_id, unread):
                 group.listeners.end(member_id)
                 effects.report(Behind(group.order.group, member_id, result.key.number))
                 break
-            if away:
-                continue  # other members keep the results for it, until it is back
             group.traffic.send(len(payloads[0]) if payloads else 0)
-            effects.send(group.members.connections[member_id], result, payloads)
+            effects.send(connection, result, payloads)
 
 
 def _weights(given: dict[int, Run]) -> tuple[float, ...]:

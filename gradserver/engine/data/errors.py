@@ -20,7 +20,7 @@ def abandoned(group: Group, exchange: Exchange, member_id: int, key: ExchangeKey
     """Return the error of an exchange that ``member_id`` left behind when it went on to ``key``."""
     return AbandonedError(
         f"{group.call(member_id)} went on to {group.describe(key)} without {group.describe(exchange.key)} "
-        f"({exchange.operation})"
+        f"({group.named(exchange.operation)})"
     )
 
 
@@ -28,7 +28,7 @@ def mismatch(group: Group, exchange: Exchange, member_id: int, operation: Operat
     """Return the error of an exchange in which ``member_id`` called another operation than the members before it."""
     return CollectiveMismatchError(
         f"{group.describe(exchange.key)} is not the same everywhere: {group.call(exchange.first)} called "
-        f"{exchange.operation}, {group.call(member_id)} called {operation}"
+        f"{group.named(exchange.operation)}, {group.call(member_id)} called {group.named(operation)}"
     )
 
 
@@ -39,15 +39,15 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
     if key.stream == BUCKET and group.plan is not None:
         parameter = group.plan.buckets[key.part].component_at(element).name
         where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
-    if found.rank < 0:
+    if found.member_id < 0:
         culprit, name = "the mean overflowed, though every contribution was finite:", ""
     else:
-        culprit, name = f"{group.call(found.rank)} contributed", group.members.identities.names[found.rank]
+        culprit, name = f"{group.call(found.member_id)} contributed", group.members.identities.names[found.member_id]
     return NonFiniteError(
         f"{culprit} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
         f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
         worker=name,
-        rank=group.members.identities.rank(found.rank),
+        rank=group.members.identities.rank(found.member_id),
         bucket=group.bucket_name(key),
         parameter=parameter,
         round=key.number,
@@ -58,7 +58,7 @@ def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradSer
     """Return the error of a member that contributed bytes which cannot be decoded."""
     what = group.describe(exchange.key, exchange.operation)
     due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
-    return type(found.error)(f"{group.call(found.rank)} contributed to {what} what {due}: {found.error}")
+    return type(found.error)(f"{group.call(found.member_id)} contributed to {what} what {due}: {found.error}")
 
 
 def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
@@ -71,7 +71,7 @@ def broken(group: Group, exchange: Exchange, found: Broken) -> CoordinatorError:
 
 def overdue(group: Group, exchange: Exchange) -> DeadlineError:
     """Return the error of an exchange that waited too long for a member."""
-    timeout = group.order.timeout
+    timeout = group.order.round_timeout
     missing = exchange.missing()
     have = [member_id for member_id in exchange.participants if member_id not in missing]
     awaited = group.members.calls(missing) if missing else "the coordinator to reduce it"

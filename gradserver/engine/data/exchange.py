@@ -135,14 +135,14 @@ class Exchange:
         was_behind = self.pushed[member_id] == self.complete
         self.pushed[member_id] = self.open_from(run.stop) if self.settled else run.stop
         self.runs[member_id].append(run)
-        return self.ready(member_id) if was_behind else ()
+        return self.ready(member_id) if was_behind and len(self.pushed) >= len(self.participants) else ()
 
     def ready(self, last: int) -> Iterator[Piece]:
         """Yield what a push or a cut of ``last`` has completed, in pieces as long as possible."""
         if len(self.pushed) < len(self.participants) or not self.pushed:
             return
-        everybody_has = min(self.pushed.values())
-        while self.complete < everybody_has:
+        all_have = min(self.pushed.values())
+        while self.complete < all_have:
             start, stop = self.complete, min(runs[0].stop for runs in self.runs.values())
             givers = sorted(self.runs) if self.cut else self.participants
             given = {member_id: self._part(self.runs[member_id], start, stop) for member_id in givers}
@@ -257,7 +257,7 @@ class Exchange:
         return self.answered >= self.stop - self.start
 
     def fail(self, error: GradServerError) -> list[tuple[int, Run]]:
-        """Give up, and return the contributions that are never answered, with their ranks."""
+        """Give up, and return the contributions that are never answered, with their member ids."""
         self.failure = error
         given = list(self.unanswered())
         self.runs.clear()
@@ -298,7 +298,7 @@ class Exchange:
         return self.layout.run_cost(run.start, run.stop, run.shared, self.start)
 
     def unanswered(self) -> Iterator[tuple[int, Run]]:
-        """Yield every contribution that is here and not answered, with its rank."""
+        """Yield every contribution that is here and not answered, with its member id."""
         for member_id, runs in self.runs.items():
             yield from ((member_id, run._replace(start=max(run.start, self.complete))) for run in runs)
         for piece in (*self.reducing.values(), *(piece for piece, _, _ in self.made.values())):
@@ -309,7 +309,7 @@ class Exchange:
         return any(run.shared for piece in self.reducing.values() for run in piece.given.values())
 
     def owner(self, piece: Piece) -> int:
-        """Return the rank that gets ``piece`` of a REDUCE_SCATTER, among all that gave to it, departed or not."""
+        """Return the member that gets ``piece`` of a REDUCE_SCATTER, among all that gave to it, departed or not."""
         if self.operation.kind is not _SCATTERS:
             return -1
         return list(piece.given)[self.layout.owner(piece.start)]
@@ -319,7 +319,7 @@ class Exchange:
         return tuple(member_id for member_id in self.absent if member_id not in piece.given) if self.absent else ()
 
     def missing(self) -> list[int]:
-        """Return the ranks that have yet to contribute to the earliest slice that is not complete."""
+        """Return the members that have yet to contribute to the earliest slice that is not complete."""
         return [
             member_id
             for member_id in self.participants

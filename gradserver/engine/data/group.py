@@ -1,4 +1,4 @@
-"""A group as the data half knows it: its plan, and the organs that it consists of."""
+"""A group as the data half knows it: its plan, and the parts that it consists of."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class Group:
     def start_over(self, recovery: Recovery) -> None:
         """Forget all that is open, as members are about to say what they hold."""
         self.recovery = recovery
-        self.order = replace(self.order, epoch=recovery.version)
+        self.order = replace(self.order, epoch=recovery.generation)
         self.exchanges.void()
         self.rounds.void()
         self.sequences.restart()
         self.traffic.void()
         self.listeners.void()
         self.disturb()
-        self.next_check = recovery.touched + self.order.timeout
+        self.next_check = recovery.touched + self.order.round_timeout
 
     def resume(self, number: int) -> None:
         """Go on with round ``number``: members have said what they hold."""
@@ -114,6 +114,10 @@ class Group:
         """Name a member for people."""
         return self.members.identities.call(member_id)
 
+    def named(self, operation: Operation) -> str:
+        """Name an operation for people, with the rank of its root."""
+        return str(replace(operation, root=self.members.identities.rank(operation.root)))
+
     def describe(self, key: ExchangeKey, operation: Operation | None = None) -> str:
         """Name an exchange for people."""
         if key.stream == BUCKET and self.plan is not None and key.part < len(self.plan.buckets):
@@ -123,7 +127,7 @@ class Group:
         if key.stream == TRANSFER:
             source, target = self.members.identities.rank(key.source), self.members.identities.rank(key.target)
             return f"transfer {key.number} from rank {source} to rank {target} (tag {key.part})"
-        return f"collective {key.number} of round {key.part}" + (f", {operation}," if operation else "")
+        return f"collective {key.number} of round {key.part}" + (f", {self.named(operation)}," if operation else "")
 
     def bucket_name(self, key: ExchangeKey) -> str:
         """Return the bucket's name in the plan; empty for an exchange of another stream."""

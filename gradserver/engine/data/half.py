@@ -187,6 +187,8 @@ class Data:
             if was_idle and group.next_check is not None:
                 self._plan_next_check()
             if exchange is None:
+                if group.stragglers.is_closed(member_id, push.key):
+                    end_abandoned(group, now, effects, push.key)
                 return
             run = checked(group, exchange, member_id, push, payloads)
             group.traffic.charge(exchange, member_id, run)
@@ -263,7 +265,7 @@ class Data:
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects
     ) -> None:
         """Let the giver of a contribution to ``piece`` depart that cannot be decoded. Others go on if they can."""
-        guilty, error = found.rank, undecodable(group, exchange, found)
+        guilty, error = found.member_id, undecodable(group, exchange, found)
         violation = Violation(group.members.connections[guilty], error)
         if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
@@ -305,7 +307,7 @@ class Data:
         self._plan_next_check()
 
     def _check_deadlines(self, group: Group, now: float, effects: Effects) -> None:
-        timeout = group.order.timeout
+        timeout = group.order.round_timeout
         if group.recovery is not None:
             recovery.overdue(group, now, effects)
             group.plan_check(now + timeout)

@@ -60,7 +60,7 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
     if begins:
         if group.learners.first_rounds:
             if group.learners.is_stale(member_id, push):
-                _turn_away(group, member_id, push, effects)
+                _turn_away(group, exchange, member_id, push, effects)
                 return None
             if not group.learners.has_part(member_id, key):
                 what = group.describe(key)
@@ -88,6 +88,8 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
         if to_learner or group.sequences.is_past(member_id, key):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")
+    elif member_id not in exchange.weights and is_state(key):
+        return None  # its learner began it before it was lost: the first slice was turned away
     if exchange.failure is not None:
         if begins:
             tell(group, exchange, member_id, effects)
@@ -109,11 +111,8 @@ def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchang
     due = _first_due(group, member_id, key) if before is None else before
     if key.stream == BUCKET and member_id in group.stragglers.closed:
         due = max(due, group.stragglers.closed[member_id] + 1)
-    begins_round = key.stream == COLLECTIVE and key.number == 0
-    of_another = key.stream == BUCKET and group.plan is not None and group.plan.is_shared
-    may_lack_some = key.stream != BUCKET and (bool(group.table.rates) or sequences.restarted)
-    skips = begins_round or of_another or may_lack_some
-    if place != due and not (skips and place > due):
+    may_lack_some = key.stream != BUCKET and (sequences.restarted or bool(group.table.rates))
+    if place != due and not (place > due and (may_lack_some or _may_skip(group, key))):
         what = "round" if key.stream == BUCKET else "number"
         number = due % NUMBERS if key.stream == COLLECTIVE else due
         raise OutOfStepError(
@@ -123,6 +122,13 @@ def _take_number(group: Group, member_id: int, key: ExchangeKey) -> list[Exchang
     if not may_lack_some:
         return []
     return _abandoned(group, member_id, key, due if before is not None or not sequences.restarted else 0)
+
+
+def _may_skip(group: Group, key: ExchangeKey) -> bool:
+    """Tell whether numbers before ``key`` may be of no exchange, at any shard."""
+    if key.stream == BUCKET:
+        return group.plan is not None and group.plan.is_shared
+    return key.stream == COLLECTIVE and key.number == 0
 
 
 def _first_due(group: Group, member_id: int, key: ExchangeKey) -> int:
@@ -152,12 +158,17 @@ def _abandoned(group: Group, member_id: int, key: ExchangeKey, due: int) -> list
     ]
 
 
-def _turn_away(group: Group, member_id: int, push: Push, effects: Effects) -> None:
+def _turn_away(group: Group, exchange: Exchange | None, member_id: int, push: Push, effects: Effects) -> None:
     """Tell ``member_id`` that its peer has gone, or that it sends or takes a state in vain."""
     what = "the worker that had that rank is gone, and another one has joined"
     if is_state(push.key):
         what = "this state is not waited for any more"
-    say_failed(group, member_id, push.key, WorkerLostError(f"{group.describe(push.key)}: {what}"), effects)
+    error = WorkerLostError(f"{group.describe(push.key)}: {what}")
+    if exchange is not None and is_state(push.key) and exchange.failure is None:
+        exchange.join(member_id, push.weight)
+        fail(group, exchange, error, effects)  # its learner has asked for all of it, and is gone
+    else:
+        say_failed(group, member_id, push.key, error, effects)
 
 
 def _refuse_late(group: Group, member_id: int, key: ExchangeKey, effects: Effects) -> None:
@@ -176,7 +187,7 @@ def _operation(group: Group, member_id: int, push: Push) -> Operation:
     if operation is None:
         raise UnexpectedMessageError("the first slice of a collective must say which one it is")
     if key.stream == TRANSFER and member_id not in (key.source, key.target):
-        raise InvalidRankError(f"rank {member_id} cannot take part in a transfer from {key.source} to {key.target}")
+        raise InvalidRankError(f"{group.call(member_id)} cannot take part in {group.describe(key)}")
     return operation
 
 
@@ -216,7 +227,7 @@ def open_exchange(
         section = 0 if group.plan is None else group.plan.section_of(key.part).number
         group.rounds.begin(key.number, Round(now, group.is_hashed(key.number), section))
     if group.next_check is None:  # else an exchange that began earlier is due earlier
-        group.check_by(now + group.order.timeout)
+        group.check_by(now + group.order.round_timeout)
     return exchange
 
 
@@ -240,7 +251,7 @@ def checked(group: Group, exchange: Exchange, member_id: int, push: Push, payloa
         )
     if push.slices > 1 and operation.kind not in IN_PLACE:
         raise OutOfStepError(
-            f"{operation} from {group.call(member_id)} goes slice by slice, {push.slices} came together"
+            f"{group.named(operation)} from {group.call(member_id)} goes slice by slice, {push.slices} came together"
         )
     has_to_give = gives(operation, member_id, exchange.key)
     expected = layout.run_bytes(start, stop)

@@ -25,7 +25,7 @@ one.
     OPEN      … and its memory holds what was not reduced       OPEN    that does not count: the memory is its own
     OPEN      … but its process is known to have ended          OPEN    it counts: it cannot change any more
     OPEN      … and a reduction holds its bytes                 OPEN    they count; no result is sent to it
-    OPEN      … from an all_gather or a reduce_scatter          FAILED  MembershipChangedError to all
+    OPEN      … from an operation of `WORLD_BOUND`              FAILED  MembershipChangedError to all
     OPEN      … the root of a broadcast that lacks some of it   FAILED  MembershipChangedError to all
     OPEN      … one end of a transfer that lacks some of it     FAILED  the other end is told its name
     (none)    first push, of a membership that has ended        FAILED  MembershipChangedError to all
@@ -161,12 +161,16 @@ def _why_not(group: Group, exchange: Exchange, departure: Departure) -> GradServ
     return departure.error if kind is Kind.TRANSFER and lacks_some else None
 
 
-def changed(group: Group, key: ExchangeKey, operation: Operation) -> MembershipChangedError:
-    """Return the error of ``operation`` for all: some have called it in a membership that has ended."""
+def changed(group: Group, key: ExchangeKey, operation: Operation | None = None) -> MembershipChangedError:
+    """Return the error of ``operation`` for all: some have called it in a membership that has ended.
+
+    Behind a recovery the operation is unknown, and so is what changed the membership in which it was called.
+    """
+    change = "" if operation is None else f": {group.members.change}"
     return MembershipChangedError(
-        f"{group.describe(key, operation)} was called in a membership that has ended: {group.members.change}. "
+        f"{group.describe(key, operation)} was called in a membership that has ended{change}. "
         f"Rank and world size are new: call it again",
-        epoch=group.members.epoch,
+        epoch=group.members.epoch_of(key.part),  # a later one has learners that have no part in it
     )
 
 
@@ -210,7 +214,7 @@ def do_without_overdue(group: Group, exchange: Exchange, now: float, effects: Ef
         exchange.put_off(receiving)
         return True
     exchange.put_off(now)
-    what = f"{group.describe(exchange.key)} waited {group.order.timeout:g} s (--round-timeout) for it"
+    what = f"{group.describe(exchange.key)} waited {group.order.round_timeout:g} s (--round-timeout) for it"
     for member_id in missing:
         effects.report(left_out(group, member_id, what))
     return True

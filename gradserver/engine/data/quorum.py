@@ -1,7 +1,8 @@
-"""Quorums and stragglers: the data half of an elastic group finds late members, and closes a round without them.
+"""Quorums and stragglers: the data half finds late members, and closes a round without them.
 
-A quorum is as many members as the group's policy says; without one, half of them, and then it only warns. A member has
-given what it can when it has given everything, or has used up its credit while the others wait for a member.
+A quorum is as many members as the group's policy says. Without a policy a round waits for all, and half of them count
+as a quorum for the warning. A member has given what it can when it has given everything, or has used up its credit
+while the others wait for a member.
 
     round   event                                          next    what happens
     ──────  ─────────────────────────────────────────────  ──────  ─────────────────────────────────────────────────
@@ -66,7 +67,7 @@ def contributed(group: Group, number: int, member_id: int, ended: bool, now: flo
         current.reach_quorum(now, None)
         _report(group, number, current, now, effects)
     else:
-        deadline = group.stragglers.pace.deadline(lateness.grace, group.order.timeout, now - current.opened)
+        deadline = group.stragglers.pace.deadline(lateness.grace, group.order.round_timeout, now - current.opened)
         look_at = None if deadline is None else max(current.opened + deadline, now + lateness.grace)
         current.reach_quorum(now, look_at)
     return current.look_at
@@ -78,7 +79,7 @@ def look(group: Group, now: float, effects: Effects) -> None:
         if current.look_at is None or current.look_at > now:
             continue
         if group.order.lateness is None:
-            deadline = group.stragglers.pace.deadline(0.0, group.order.timeout)
+            deadline = group.stragglers.pace.deadline(0.0, group.order.round_timeout)
             current.put_off(None if deadline is None else current.opened + deadline)
             if current.look_at is None or current.look_at > now:
                 continue
@@ -154,6 +155,7 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     current = group.rounds.get(order.round)
     if current is not None:
         current.close(now)
+    group.stragglers.close_round(order.round, order.section)
     for member_id in order.member_ids:
         if member_id in group.members.departed:
             continue

@@ -46,7 +46,7 @@ from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.failures import say_failed
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.inventory import adopt, places, said, shares
-from gradserver.engine.data.membership import left_out
+from gradserver.engine.data.membership import changed, left_out
 from gradserver.engine.data.quorum import note_what_counted
 from gradserver.engine.data.recovery_state import FAILED, Holder, Place, Recovery, Stage, Wanted
 from gradserver.engine.data.rounds import Round
@@ -59,7 +59,6 @@ from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
     MalformedMessageError,
-    MembershipChangedError,
     SizeMismatchError,
     UnexpectedMessageError,
 )
@@ -80,7 +79,7 @@ def begin(group: Group, order: Recover, now: float) -> None:
     """Forget all that is open. Reductions from before come back with an earlier generation than the order's."""
     draining = set() if group.recovery is None else set(group.recovery.draining)
     draining |= {(group.order.epoch, key, start) for key, one in group.exchanges.items() for start in one.reducing}
-    group.start_over(Recovery(order.version, order.round, order.latest, now, order.own, draining))
+    group.start_over(Recovery(order.generation, order.round, order.latest, now, order.own, draining))
 
 
 def forget(group: Group, member_id: int, now: float, effects: Effects) -> None:
@@ -95,12 +94,14 @@ def forget(group: Group, member_id: int, now: float, effects: Effects) -> None:
 def hold(group: Group, member_id: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:
     """Take what a member says that it holds."""
     recovery = group.recovery
-    if recovery is None or holding.version != recovery.version:
-        if holding.version > group.order.epoch:
-            raise UnexpectedMessageError(f"a Holding of version {holding.version}, which was not asked for")
+    if recovery is None or holding.generation != recovery.generation:
+        if holding.generation > group.order.epoch:
+            raise UnexpectedMessageError(f"a Holding of generation {holding.generation}, which was not asked for")
         return  # another recovery has begun meanwhile
     if member_id in recovery.holders:
-        raise UnexpectedMessageError(f"a second Holding of version {holding.version} from {group.call(member_id)}")
+        raise UnexpectedMessageError(
+            f"a second Holding of generation {holding.generation} from {group.call(member_id)}"
+        )
     if holding.round > recovery.latest:
         raise UnexpectedMessageError(
             f"{group.call(member_id)} says that it is in round {holding.round}, and {recovery.latest} is the latest "
@@ -113,7 +114,7 @@ def hold(group: Group, member_id: int, holding: Holding, payload: Buffer, now: f
 def held(group: Group, member_id: int, message: Held, payload: Buffer | None, effects: Effects) -> bool:
     """Hand a fetched result on, behind what was asked for before; return False if it was not asked for."""
     recovery = group.recovery
-    if recovery is None or message.version != recovery.version:
+    if recovery is None or message.generation != recovery.generation:
         return False
     place = message.key, message.slice
     source, wanted = recovery.asked.get(place, (-1, None))
@@ -175,7 +176,7 @@ def advance(group: Group, now: float, effects: Effects) -> None:
         return
     recovery.progress(now)
     for source, (key, index) in recovery.ask(_MAX_ASKED):
-        effects.send(group.members.connections[source], Fetch(recovery.version, key, index))
+        effects.send(group.members.connections[source], Fetch(recovery.generation, key, index))
     if recovery.asked:
         return
     if recovery.stage is Stage.PREVIOUS:
@@ -187,14 +188,16 @@ def advance(group: Group, now: float, effects: Effects) -> None:
 def overdue(group: Group, now: float, effects: Effects) -> None:
     """Evict members that say nothing."""
     recovery = group.recovery
-    if recovery is None or recovery.touched + group.order.timeout > now:
+    if recovery is None or recovery.touched + group.order.round_timeout > now:
         return
     recovery.progress(now)
     slow = [member_id for member_id in group.members.present if member_id not in recovery.holders]
     for member_id in slow or sorted(
         {source for place, (source, _) in recovery.asked.items() if place not in recovery.came}
     ):
-        effects.report(left_out(group, member_id, f"it did not say within {group.order.timeout:g} s what it holds"))
+        effects.report(
+            left_out(group, member_id, f"it did not say within {group.order.round_timeout:g} s what it holds")
+        )
 
 
 # ── stages ────────────────────────────────────────────────────────────────────────────────────────────
@@ -297,11 +300,7 @@ def _why_not(group: Group, recovery: Recovery, key: ExchangeKey) -> GradServerEr
     holders = recovery.holders.values()
     ended = any(holder.has_ended(key) or key in holder.slices[State.FAILED] for holder in holders)
     if not ended and any(key in holder.slices[State.CHANGED] for holder in holders):
-        return MembershipChangedError(
-            f"{group.describe(key)} was called in a membership that has ended. Rank and world size are new: "
-            f"call it again",
-            epoch=group.members.epoch,
-        )
+        return changed(group, key)
     return ConnectionLostError(
         f"{group.describe(key)} was under way when the connection to the coordinator broke, and not every worker "
         f"can take part in it once more"
@@ -336,7 +335,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
     group.exchanges.recall({key: _why_not(group, recovery, key) for key in failed})
     effects.report(Recovered(group.order.group, number))
     for member_id in holders:
-        effects.send(group.members.connections[member_id], Standing(recovery.version, number))
+        effects.send(group.members.connections[member_id], Standing(recovery.generation, number))
     if found:
         assert group.plan is not None
         section = group.plan.section_of(next(iter(found))).number

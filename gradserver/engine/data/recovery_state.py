@@ -110,7 +110,7 @@ class Wanted(NamedTuple):
 class Recovery:
     """One recovery of a group."""
 
-    version: int
+    generation: int
     due: int
     """The round that the group is in, as far as control knows."""
     latest: int

@@ -22,7 +22,7 @@ class Sequences:
     due: dict[Sequence, int] = field(default_factory=dict)
     """The next place in each."""
     transfers: Counter[int] = field(default_factory=Counter)
-    """Sequences of transfers that each rank takes part in."""
+    """Sequences of transfers that each member takes part in."""
     first_round: int = 0
     """The first round that a member can begin that has begun none."""
     restarted: bool = False

@@ -1,4 +1,4 @@
-"""Stragglers: members that rounds were closed without, and how long rounds take without them."""
+"""Stragglers: members that rounds were closed without, and how long rounds take without them. `data.quorum` decides."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Stragglers:
     pace: Pace = field(default_factory=Pace)
     closed: dict[int, int] = field(default_factory=dict)
     """The last round that was closed without it, by member id."""
+    section: tuple[int, int] = (-1, -1)
+    """The last round that was closed, and the section that it is of; -1 if no member has said that."""
     quiet_until: float = -math.inf
     """Time at which people may be told again of a straggler."""
 
@@ -29,6 +31,14 @@ class Stragglers:
     def close(self, member_id: int, number: int) -> None:
         """Count nothing more that ``member_id`` gives to rounds up to ``number``."""
         self.closed[member_id] = max(number, self.closed.get(member_id, -1))
+
+    def section_of(self, number: int) -> int:
+        """Return the section of a round that was closed, as control said; -1 if it does not know."""
+        return self.section[1] if self.section[0] == number else -1
+
+    def close_round(self, number: int, section: int) -> None:
+        """Note that a round of ``section`` is closed."""
+        self.section = number, section
 
     def is_closed(self, member_id: int, key: ExchangeKey) -> bool:
         """Tell whether what ``member_id`` gives to ``key`` does not count any more."""

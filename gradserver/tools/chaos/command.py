@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradserver.arguments import number, seconds
+from gradserver.arguments import add_seconds, number
 from gradserver.protocol.limits import MAX_SHARDS
 from gradserver.tools.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
 
@@ -50,47 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=number(int, 2, 256), default=8, metavar="N", help="number of workers (default 8)"
     )
-    parser.add_argument(
-        "--seconds", type=seconds(10, 1e6), default=60.0, metavar="S", help="length of the run (default 60)"
-    )
+    add_seconds(parser, "--seconds", 10, 1e6, "length of the run (default 60)", 60.0)
     parser.add_argument(
         "--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="seed of the events (default 7)"
     )
     parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="kinds of events to draw from")
-    parser.add_argument(
-        "--every",
-        type=seconds(0.05, 3600),
-        default=0.3,
-        metavar="S",
-        help="mean time between two events, in seconds (default 0.3)",
+    add_seconds(parser, "--every", 0.05, 3600, "mean time between two events, in seconds (default 0.3)", 0.3)
+    add_seconds(parser, "--coordinator-kill", 1, 1e6, "also kill the coordinator every S seconds")
+    text = (
+        "minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
+        "seconds; otherwise their times add up (default 0)"
     )
-    parser.add_argument(
-        "--coordinator-kill", type=seconds(1, 1e6), metavar="S", help="also kill the coordinator every S seconds"
-    )
-    parser.add_argument(
-        "--apart",
-        type=seconds(0, 3600),
-        default=0.0,
-        metavar="S",
-        help="minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
-        "seconds; otherwise their times add up (default 0)",
-    )
+    add_seconds(parser, "--apart", 0, 3600, text, 0.0)
     parser.add_argument(
         "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="number of data shards (default 1)"
     )
-    parser.add_argument(
-        "--pace",
-        type=seconds(0, 60),
-        default=0.05,
-        metavar="S",
-        help="time that a worker computes in each round, in seconds (default 0.05)",
-    )
-    parser.add_argument(
-        "--stall",
-        type=seconds(0.5, 3600),
-        default=15.0,
-        metavar="S",
-        help="a longer time without a finished round is a fault, in seconds (default 15)",
+    add_seconds(parser, "--pace", 0, 60, "time that a worker computes in each round, in seconds (default 0.05)", 0.05)
+    add_seconds(
+        parser, "--stall", 0.5, 3600, "a longer time without a finished round is a fault, in seconds (default 15)", 15.0
     )
     parser.add_argument(
         "--netns",

@@ -4,7 +4,7 @@ The storm lies between a calm beginning and a calm end, by which it is measured;
 back. No worker is hit again before it can have recovered, and at least the group's minimum is always left. The group
 can survive all drawn events without losing the training, so every loss is a fault.
 
-Some events make all workers wait until they are noticed or mended, and such times add up: a worker that freezes while
+Some events make all workers wait until they are noticed or mended, and such times add up. A worker that freezes while
 the coordinator starts again is noticed after both. Such events can be kept apart, so that a run measures each alone.
 """
 

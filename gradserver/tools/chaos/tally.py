@@ -1,8 +1,8 @@
 """Tallies: contributions to collective sums, with digits that show which workers are in the sum, and how often.
 
 A tally is `LENGTH` numbers of 64 bits. Each worker has its own hexadecimal digit in one of them, which is 1. The last
-number is a code of the worker and the round. The sum of tallies names the workers: a digit 2 is a contribution that
-counted twice, a digit 0 one that did not count, another sum of codes one of another round.
+number is a code of the worker and the round. The sum of tallies names the workers. A digit 2 is a contribution that
+counted twice, and a digit 0 is one that did not count. Another sum of codes shows one of another round.
 """
 
 from __future__ import annotations

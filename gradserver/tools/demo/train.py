@@ -13,8 +13,8 @@ from gradserver.tools.demo.corpus import Corpus
 from gradserver.tools.demo.reports import Step
 from gradserver.tools.demo.settings import Settings
 
-# Adam divides a gradient by its size. Where it is little more than rounding error, the usual 1e-8 turns that error
-# into a full step, and two runs that differ in the order of a sum diverge within a hundred steps.
+# Adam divides a gradient by its size. Where a gradient is little more than rounding error, the usual 1e-8 turns that
+# error into a full step. Then two runs that differ in the order of a sum diverge within a hundred steps.
 ADAM_EPSILON = 3e-5
 
 

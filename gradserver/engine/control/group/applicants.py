@@ -1,4 +1,7 @@
-"""Applicants of a group that forms."""
+"""Applicants of a group that forms.
+
+`gradserver.engine.control.forming` decides what happens to them.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Group:
         account: its journal quota.
         nonfinite: what becomes of gradients that are not finite.
         found: counts of these.
-        timeout: seconds that the longest-waiting founder waits for others to come.
+        timeout: longest of the timeouts that founders named, in seconds. They wait for others that long.
         round_timeout: seconds that an exchange or a plan waits for a member that is alive.
         broken: why the group goes no further.
         state: state as of the last event or rule that was dealt with.
@@ -169,8 +169,8 @@ class Group:
 
         A member that had the id before shows something else.
         """
-        whose = f"{member_id} {self.members.identities.names[member_id]}"
-        return hmac.new(self.sessions.secret.encode(), whose.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
+        said = f"{member_id} {self.members.identities.names[member_id]}"
+        return hmac.new(self.sessions.secret.encode(), said.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
         """Return the news of the present membership, which is a new one, and log it."""
@@ -304,6 +304,7 @@ class Group:
             "round": self.rounds.number,
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
+                # "seat" is the member id: a name in JSON stays as it is
                 {"rank": identities.rank(member_id), "name": identities.names[member_id], "seat": member_id}
                 for member_id in self.members.by_id
             ],
@@ -327,7 +328,7 @@ class Group:
         assert set(proposals) <= set(members), f"{self.name} holds proposals of strangers"
         assert not (self.broken and proposals), f"{self.name} is broken and still collects proposals"
         assert away.keys() <= members.keys(), f"{self.name} waits for strangers"
-        assert all(members[rank].connection < 0 for rank in away), f"{self.name} waits for a member that is here"
+        assert all(members[one].connection < 0 for one in away), f"{self.name} waits for a member that is here"
         assert not learners.keys() & members.keys(), f"{self.name} has a member that joins"
         assert set(self.learners.donors) <= set(members), f"{self.name} has donors that are no members"
         for learner in learners.values():

@@ -1,4 +1,7 @@
-"""Learners of a group: workers that join it while it trains."""
+"""Learners of a group: workers that join it while it trains.
+
+`gradserver.engine.control.learners` decides what happens to them.
+"""
 
 from __future__ import annotations
 
@@ -270,6 +273,16 @@ class Learners:
         """Forget an applicant that waits for a place."""
         self.queue = [applicant for applicant in self.queue if applicant.connection != connection]
 
+    @property
+    def queued_names(self) -> set[str]:
+        """Names of the applicants that wait for a place."""
+        return {applicant.join.name for applicant in self.queue}
+
+    def take_queue(self) -> list[Applicant]:
+        """Take out the applicants that wait for a place."""
+        queue, self.queue = self.queue, []
+        return queue
+
     def admit(self, member_id: int, learner: Learner) -> None:
         """Give a place to the worker that has waited for it."""
         self.leave_queue(learner.connection)
@@ -306,7 +319,7 @@ class Learners:
             self.donors[member_id] = max(self.donors.values(), default=0)
 
     def lose(self, member_id: int, epoch: int) -> Learner:
-        """Forget a learner, whose id is free since ``epoch``."""
+        """Forget a learner. Its id is free since ``epoch``."""
         self.vacant[member_id] = epoch
         return self.by_id.pop(member_id)
 

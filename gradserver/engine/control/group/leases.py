@@ -1,4 +1,7 @@
-"""Leases of a group: samples that its members hold, and what they asked of data that has to wait."""
+"""Leases of a group: samples that its members hold, and what they asked of data that has to wait.
+
+`gradserver.engine.control.leases` decides what happens to them.
+"""
 
 from __future__ import annotations
 

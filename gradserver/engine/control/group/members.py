@@ -1,4 +1,7 @@
-"""Members of a group, by member id, and what they are told of the membership."""
+"""Members of a group, by member id, and what they are told of the membership.
+
+`gradserver.engine.control.members` decides what happens to them.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,7 @@ class Members:
     def restore(self, names: Mapping[int, str], present: Mapping[int, str], epoch: int) -> None:
         """Go on with the members of an earlier coordinator, all without a connection. Others had ``names``, too."""
         self.world = self.founders = max(names) + 1
-        self.identities = Identities(
-            names.get(member_id, "") for member_id in range(self.world)
-        )  # some were nobody's yet
+        self.identities = Identities(names.get(member_id, "") for member_id in range(self.world))  # some are free
         self.by_id = {member_id: Member(-1, name) for member_id, name in present.items()}
         for member_id in names:
             if member_id not in self.by_id:
@@ -71,7 +72,7 @@ class Members:
         self.world = len(self.identities.names)
 
     def promote(self, entered: Mapping[int, Member], number: int, epoch: int) -> str:
-        """Make members of learners, whose first round is ``number``. Return a text that says so."""
+        """Make members of learners that have ``number`` as their first round. Return a text that says so."""
         self.by_id = dict(sorted({**self.by_id, **entered}.items()))
         self.first_rounds |= dict.fromkeys(entered, number)
         self.identities.set_present(tuple(self.by_id))
@@ -125,7 +126,7 @@ class Members:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def early(self, number: int) -> tuple[int, ...]:
-        """Return members whose first round is ``number`` or a later one: they are members since a recovery in it."""
+        """Return members that have ``number`` or a later one as their first round, since a recovery in it."""
         return tuple(sorted(member_id for member_id in self.by_id if self.first_rounds.get(member_id, -1) >= number))
 
     def calls(self, member_ids: Iterable[int]) -> str:

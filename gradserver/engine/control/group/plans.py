@@ -1,4 +1,7 @@
-"""The plan of a group, and the plans that its members propose."""
+"""The plan of a group, and the plans that its members propose.
+
+`gradserver.engine.control.plans` decides what happens to them.
+"""
 
 from __future__ import annotations
 

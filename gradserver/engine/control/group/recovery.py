@@ -1,4 +1,7 @@
-"""The recovery of a durable group: which shards have found out what members hold."""
+"""The recovery of a durable group: which shards have found out what members hold.
+
+`gradserver.engine.control.recovery` decides what happens to them.
+"""
 
 from __future__ import annotations
 

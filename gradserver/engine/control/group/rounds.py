@@ -1,4 +1,7 @@
-"""Rounds of a group, as control knows them: the open one, those that are complete and not over, and the last ones."""
+"""Rounds of a group, as control knows them: the open one, those that are complete and not over, and the last ones.
+
+`gradserver.engine.control.rounds` decides what happens to them.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +97,13 @@ class Rounds:
     def close_without(self, number: int, member_ids: Iterable[int]) -> None:
         """Note members that the round is closed without."""
         self.late.setdefault(number, set()).update(member_ids)
+
+    def late_in_a_row(self, member_id: int, number: int) -> int:
+        """Return the number of rounds before ``number`` that were closed without a member, one after the other."""
+        first = number
+        while member_id in self.late.get(first - 1, ()):
+            first -= 1
+        return number - first
 
     def recall_late(self, number: int) -> set[int]:
         """Return members that round ``number`` was closed without. Later rounds have not begun after all."""

@@ -1,4 +1,7 @@
-"""Sessions of the members of a durable group: which of them have no connection for the moment, and for how long."""
+"""Sessions of the members of a durable group: which of them have no connection for the moment, and for how long.
+
+`gradserver.engine.control.sessions` decides what happens to them.
+"""
 
 from __future__ import annotations
 

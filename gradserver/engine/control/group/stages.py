@@ -1,8 +1,9 @@
 """The stages of a learner, as a table that runs: what becomes of each event in each stage.
 
-The first of `ROWS` whose condition holds names the next stage. Nothing else changes a stage. So nothing that happens to
-a learner, or to its donor, changes a membership or costs the others more than a wait.
-`docs/reference/group-states.md` has the table for people, with pairs that cannot be; `tests.group_tables` makes it.
+The first of `ROWS` with a condition that holds names the next stage. Nothing else changes a stage. Until a learner is
+a member, nothing that happens to it or to its donor changes the membership, or costs others more than a wait. `NEVER`
+has the pairs that cannot be. `docs/reference/group-states.md` shows these tables; ``python -m tests.group_tables``
+makes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ from gradserver.engine.control.group.learners import Learner, Stage
 
 ADMITTED, WELCOME, WAITING, RECEIVING, READY, ENTERED, MEMBER, GONE = Stage
 LIVING: Final = (ADMITTED, WELCOME, WAITING, RECEIVING, READY, ENTERED)
+STAGES: Final = {
+    ADMITTED: "It has a member id, and shards hear of it.",
+    WELCOME: "It agrees on its plan.",
+    WAITING: "It waits for the end of a round, and for a donor.",
+    RECEIVING: "It gets the state. It listens meanwhile, or it is expected: the open round waits for it.",
+    READY: "It has the state, and has caught up with the others.",
+    ENTERED: "It contributes to a round as its first one.",
+    MEMBER: "It is a member.",
+    GONE: "It left, was lost or evicted. The round goes on without it.",
+}
+"""Meaning of each stage of a learner."""
 
 
 class Event(Enum):
@@ -80,6 +92,7 @@ ROWS: Final = (
     Row(_GETS, Event.READY, ENTERED, "Entered: it contributes to the open round.", act=Learner.end_transfer),
     Row((*LIVING[:3], READY, ENTERED), Event.READY, None, "Nothing."),
     Row(_GETS, Event.BEHIND, WAITING, "It gets the state anew, and the others wait for that.", act=Learner.fall_behind),
+    Row(LIVING[:3], Event.BEHIND, None, "Nothing: another data shard has reported it before."),
     Row(_GETS, Event.FAILED, WAITING, "The round goes on without it. It gets the next donor.", act=Learner.excuse),
     Row((WAITING, READY, ENTERED), Event.FAILED, None, "Nothing: that transfer is over."),
     Row(_GETS, Event.DONOR_LOST, None, "It may have the state: Ready or Enter.", "it listens", Learner.end_transfer),
@@ -97,6 +110,27 @@ ROWS: Final = (
     Row(LIVING[1:], Event.OVERDUE, None, "DeadlineError: no plan is agreed on, or no round is over.", evicts=True),
     Row(LIVING, Event.GONE, GONE, "The round goes on without it. Its donor hears of that."),
 )
+_UNEXPECTED: Final = "UnexpectedMessageError, as it {}."
+NEVER: Final = {
+    (stage, event): what
+    for event, legal, what in (
+        (Event.PROPOSE, (WELCOME,), _UNEXPECTED.format("is not welcome yet, or has all its plans")),
+        (Event.ENTER, LIVING[1:], _UNEXPECTED.format("is not welcome yet")),
+        (Event.STATE_FAILED, (), _UNEXPECTED.format("is no donor before it is a member")),
+        (Event.BEHIND, LIVING[:4], "LeftOutError: it needs each result that it was sent."),
+        (Event.DONATED, (WAITING,), "It does not wait for a donor."),
+        (Event.HOPELESS, (WAITING,), "It does not wait for a donor."),
+        (Event.FAILED, LIVING[2:], "It has had no transfer yet."),
+        (Event.DONOR_LOST, (RECEIVING,), "It has no donor."),
+        (Event.BOUNDARY, (READY,), "It has not caught up, or contributes already."),
+        (Event.COUNTED, (ENTERED,), "It has contributed to no round."),
+        (Event.OUTDATED, LIVING[1:], "It has agreed to no plan."),
+        (Event.OVERDUE, LIVING[1:], "It waits for shards alone."),
+    )
+    for stage in LIVING
+    if stage not in legal
+}
+"""Pairs of the stage of a learner and an event that cannot be, and what is said instead."""
 
 
 def row_of(learner: Learner, event: Event) -> Row | None:

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import GradServerError, OutOfStepError, UsageError
-from gradserver.worker.buckets import Slot
 from gradserver.worker.client import Worker
-from gradserver.worker.modes import Mode
-from gradserver.worker.rounds import Options, Rounds
-from gradserver.worker.sequence import Sequence
+from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.modes import Mode
+from gradserver.worker.torch_ddp.rounds import Options, Rounds
+from gradserver.worker.torch_ddp.sequence import Sequence
 
 _MAX_NAMED = 8
 
@@ -61,7 +61,7 @@ class Backward:
         anybody: whether any worker took part in the last exchange with a batch.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
-        leads: whether buckets are pushed while this backward is under way (`gradserver.worker.sequence`).
+        leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
         fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
         latest: what all modules of the latest exchanging backward share.
         ended: exchanges without any batch since `DistributedDataParallel.join` began: each ends one such block.

@@ -1,7 +1,7 @@
 """A torch sampler that gives each worker its own, disjoint part of a data set.
 
-Every rank draws the same permutation for an epoch (`gradserver.worker.permutation`) and takes an interleaved shard of
-it. So no message is needed.
+Every rank draws the same permutation for an epoch (`gradserver.worker.data.permutation`) and takes an interleaved
+shard of it. So no message is needed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
-from gradserver.worker.permutation import epoch_permutation, key_half, length_of
-from gradserver.worker.sharding import check_rank, shard_batches, whole_number
+from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
+from gradserver.worker.data.sharding import check_rank, shard_batches, whole_number
 
 if TYPE_CHECKING:
-    from gradserver.worker.permutation import Indices
+    from gradserver.worker.data.permutation import Indices
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 """The treatment of an epoch's samples that do not divide evenly among the ranks."""

@@ -19,7 +19,7 @@ from gradserver.worker.client import Worker
 
 
 class Member(Protocol):
-    """A module that takes turns: `gradserver.worker.backward.Backward`."""
+    """A module that takes turns: `gradserver.worker.torch_ddp.backward.Backward`."""
 
     syncs: bool
     armed: bool

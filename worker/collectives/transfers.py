@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, SendToSelfError
 from gradserver.protocol.exchange import STATE_TAG, Kind, Op, operation_of
-from gradserver.worker.arguments import Maybe, peer_of
+from gradserver.worker.collectives.arguments import Maybe, peer_of
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Binding, bind

@@ -19,7 +19,10 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
-from gradserver.worker.flatten import (
+from gradserver.worker.data.sharding import whole_number
+from gradserver.worker.handle import Handle
+from gradserver.worker.tensors import is_torch
+from gradserver.worker.torch_ddp.flatten import (
     COMPONENT_NAMES,
     NON_BLOCK_COMPONENTS,
     BlockShape,
@@ -27,9 +30,6 @@ from gradserver.worker.flatten import (
     local_mean as local_mean,
     unflatten as unflatten,
 )
-from gradserver.worker.handle import Handle
-from gradserver.worker.sharding import whole_number
-from gradserver.worker.tensors import is_torch
 from gradserver.worker.tree import Tree
 
 LM_HEAD: Final = NON_BLOCK_COMPONENTS.index("lm_head")

@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
-from gradserver.worker.buckets import BufferBucket, FlatBucket, GradientBucket, buffer_buckets, sender_spec, used_spec
 from gradserver.worker.client import Worker
-from gradserver.worker.flatten import local_mean
-from gradserver.worker.grouping import group_parameters
 from gradserver.worker.handle import Handle
-from gradserver.worker.modes import Mode, Modes
-from gradserver.worker.staging import Staging
+from gradserver.worker.torch_ddp.buckets import (
+    BufferBucket,
+    FlatBucket,
+    GradientBucket,
+    buffer_buckets,
+    sender_spec,
+    used_spec,
+)
+from gradserver.worker.torch_ddp.flatten import local_mean
+from gradserver.worker.torch_ddp.grouping import group_parameters
+from gradserver.worker.torch_ddp.modes import Mode, Modes
+from gradserver.worker.torch_ddp.staging import Staging
 
 _NO_SAMPLES: Final = 1e-300
 """The weight of a worker that takes part in a round without a sample of its own.

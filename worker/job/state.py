@@ -13,11 +13,11 @@ from torch import nn
 
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.version import __version__
-from gradserver.worker.alike import check_same_start, check_weights, digest_of, gather
-from gradserver.worker.checkpoint import read
 from gradserver.worker.client import Worker
-from gradserver.worker.position import Position, RangesPosition, chance, set_chance
-from gradserver.worker.trained import Stateful, Trained, check_parts, state_of, states
+from gradserver.worker.job.checkpoint import read
+from gradserver.worker.job.position import Position, RangesPosition, chance, set_chance
+from gradserver.worker.job.trained import Stateful, Trained, check_parts, state_of, states
+from gradserver.worker.torch_ddp.alike import check_same_start, check_weights, digest_of, gather
 from gradserver.worker.tree import Tree
 
 log = logging.getLogger("gradserver")

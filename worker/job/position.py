@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from gradserver.protocol.errors import StateError, UsageError
 from gradserver.protocol.ranges import pack, unpack
 from gradserver.worker.client import Worker
-from gradserver.worker.ranges import DataRanges
-from gradserver.worker.sampler import ShardSampler
+from gradserver.worker.data.ranges import DataRanges
+from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.tree import Tree
 
 

@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 
 from gradserver.protocol.errors import StateError, UsageError, WorkerLeftError
-from gradserver.worker.alike import gather
-from gradserver.worker.checkpoint import Directory, Writing, write
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.job_state import JobState
+from gradserver.worker.job.checkpoint import Directory, Writing, write
+from gradserver.worker.job.state import JobState
+from gradserver.worker.torch_ddp.alike import gather
 from gradserver.worker.tree import Tree, pack
 
 log = logging.getLogger("gradserver")

@@ -18,10 +18,10 @@ from gradserver.protocol.errors import CollectiveMismatchError, DTypeError, Inva
 from gradserver.protocol.exchange import JOINED, Kind, Op, layout_of, operation_of
 from gradserver.protocol.frames import framed_length
 from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.worker.collectives.writers import Frames, FromFrames
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Binding, bind, like
-from gradserver.worker.writers import Frames, FromFrames
 
 INT64 = BY_NAME["int64"]
 V = TypeVar("V")

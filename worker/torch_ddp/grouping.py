@@ -26,7 +26,7 @@ from torch import nn
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
-from gradserver.worker.wrapping import check_module, is_exchangeable
+from gradserver.worker.torch_ddp.wrapping import check_module, is_exchangeable
 
 _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _NORM: Final = re.compile(r"Norm(\dd)?$")

@@ -1,4 +1,7 @@
-"""Buckets: the flat memory in which gradients and buffers travel. `gradserver.worker.grouping` has what is in which."""
+"""Buckets: the flat memory in which gradients and buffers travel.
+
+`gradserver.worker.torch_ddp.grouping` has what is in which.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from gradserver.protocol.errors import DTypeError, LayoutError, SizeMismatchErro
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.plan import Bucket, Component
-from gradserver.worker.grouping import Group
 from gradserver.worker.tensors import bind, wire_dtype
+from gradserver.worker.torch_ddp.grouping import Group
 
 USED_KEY: Final = "used"
 SENDER_KEY: Final = "sender"

@@ -1,7 +1,7 @@
 """Objects that only pickle can carry: the one place that unpickles, for callers with ``allow_pickle=True``.
 
-Unpickling runs whatever code the bytes name. It happens in workers only, never in a coordinator; in a collective of
-objects only, never in gradserver's own messages; and only where the caller has allowed it.
+Unpickling runs whatever code the bytes name. It happens in workers only, and never in a coordinator. It happens in a
+collective of objects, and never in gradserver's own messages. The caller must have allowed it.
 """
 
 from __future__ import annotations

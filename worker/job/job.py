@@ -13,16 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
 from gradserver.protocol.messages import Opened
-from gradserver.worker.alike import Newcomers
-from gradserver.worker.checkpoint import Directory
-from gradserver.worker.ddp import DistributedDataParallel
-from gradserver.worker.job_state import JobState
-from gradserver.worker.position import position_of
-from gradserver.worker.ranges import DataRanges
-from gradserver.worker.sampler import ShardSampler
-from gradserver.worker.saving import Saving
-from gradserver.worker.stopping import stop_on_sigterm
-from gradserver.worker.trained import (
+from gradserver.worker.data.ranges import DataRanges
+from gradserver.worker.data.sampler import ShardSampler
+from gradserver.worker.job.checkpoint import Directory
+from gradserver.worker.job.position import position_of
+from gradserver.worker.job.saving import Saving
+from gradserver.worker.job.state import JobState
+from gradserver.worker.job.stopping import stop_on_sigterm
+from gradserver.worker.job.trained import (
     Scheduler,
     Stateful,
     Trained,
@@ -33,6 +31,8 @@ from gradserver.worker.trained import (
     together,
     trained,
 )
+from gradserver.worker.torch_ddp.alike import Newcomers
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
 
 log = logging.getLogger("gradserver")
@@ -174,8 +174,8 @@ class Job:
     ) -> None:
         """Update the weights by the averaged gradients, and save if that is due. Call it after each exchange.
 
-        The order is: ``before()``, for example clipping; the step of the optimizer and the scheduler; ``after()``, for
-        example a moving average; then the gradients are cleared.
+        First ``before()`` is called, for example clipping. Then the optimizer and the scheduler step. Then ``after()``
+        is called, for example a moving average. Then the gradients are cleared.
 
         In a group that skips rounds with gradients that are not finite, such a round updates nothing.
 

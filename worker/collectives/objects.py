@@ -20,12 +20,12 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_OBJECT_BYTES
-from gradserver.worker.arguments import root_of
-from gradserver.worker.collectives import Collectives
+from gradserver.worker.collectives.arguments import root_of
+from gradserver.worker.collectives.calls import Collectives
+from gradserver.worker.collectives.pickled import from_pickle, to_pickle
+from gradserver.worker.collectives.uneven import agree_on, exchange_parts
 from gradserver.worker.handle import Timeout, seconds
-from gradserver.worker.pickled import from_pickle, to_pickle
 from gradserver.worker.tree import from_bytes, to_bytes
-from gradserver.worker.uneven import agree_on, exchange_parts
 
 V = TypeVar("V")
 

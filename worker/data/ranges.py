@@ -14,12 +14,12 @@ from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
 from gradserver.protocol.ranges import Ranges, count, lowest, union
 from gradserver.worker.client import Worker
+from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
+from gradserver.worker.data.sharding import whole_number
 from gradserver.worker.handle import Handle
-from gradserver.worker.permutation import epoch_permutation, key_half, length_of
-from gradserver.worker.sharding import whole_number
 
 if TYPE_CHECKING:
-    from gradserver.worker.permutation import Indices
+    from gradserver.worker.data.permutation import Indices
 
 _NOT_RUNNING: Final = (
     "take batches of these DataRanges by job.batches(…) or data.batches(loader): only so it is known which of them the "

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
-from gradserver.worker.alike import broadcast_tensors, check_joined_weights, check_same_tensors
-from gradserver.worker.backward import Backward
 from gradserver.worker.client import Worker, check_weight
-from gradserver.worker.rounds import Options, Rounds
-from gradserver.worker.stepping import noting_steps
-from gradserver.worker.wrapping import checked_worker, ignored_names
+from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
+from gradserver.worker.torch_ddp.backward import Backward
+from gradserver.worker.torch_ddp.rounds import Options, Rounds
+from gradserver.worker.torch_ddp.stepping import noting_steps
+from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names
 
 Step = Callable[[], object] | Optimizer
 """The part of a training loop after backward: an optimizer, or a function that steps one."""
@@ -230,10 +230,10 @@ class DistributedDataParallel(nn.Module):
         one more exchange. An exception is passed on at once.
 
         Args:
-            step: what the loop does to the weights after each backward (outside of `no_sync`): an optimizer, a function
-                that steps optimizers and schedulers, or several of these. The default is the optimizers that have
-                stepped this module's parameters in the loop, or in that of an earlier block. The workers' weights are
-                then compared at the end, as the loop may have done more.
+            step: what the loop does to the weights after each backward (outside of `no_sync`). It is an optimizer, a
+                function that steps optimizers and schedulers, or several of these. The default is the optimizers that
+                have stepped this module's parameters in the loop, or in that of an earlier block. The workers' weights
+                are then compared at the end, as the loop may have done more.
 
         Raises:
             UsageError: there is no ``step``, and no optimizer has stepped in the loop.

@@ -13,13 +13,13 @@ from gradserver.protocol.dtypes import FLOAT32, UINT8
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, SizeMismatchError
 from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, layout_of, operation_of
 from gradserver.protocol.plan_codecs import EXEMPT_BYTES
-from gradserver.worker.arguments import Maybe, Reduction, check_weight, op_of, root_of
+from gradserver.worker.collectives.arguments import Maybe, Reduction, check_weight, op_of, root_of
+from gradserver.worker.collectives.transfers import No, T, Transfers, V, Yes
+from gradserver.worker.collectives.uneven import all_to_all_uneven
+from gradserver.worker.collectives.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.member.exchange import Destination, Source
 from gradserver.worker.tensors import Binding, bind, like
-from gradserver.worker.transfers import No, T, Transfers, V, Yes
-from gradserver.worker.uneven import all_to_all_uneven
-from gradserver.worker.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, TypeVar
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
-from gradserver.worker.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
 
 T = TypeVar("T")

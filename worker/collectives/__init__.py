@@ -1,0 +1,1 @@
+"""Collectives and transfers for users, on tensors, arrays and objects."""

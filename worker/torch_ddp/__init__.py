@@ -1,0 +1,1 @@
+"""DistributedDataParallel, and the parts that trainers with gradients of their own use of it."""
