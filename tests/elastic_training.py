@@ -47,13 +47,13 @@ def after_some_pushes(worker: Worker, step: int, count: int, do: Callable[[], No
     push = worker.push
     pushed = 0
 
-    def counted(bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
+    def counted(bucket: int, data: Any, *, weight: float = 1.0, present: bool = True, **more: Any) -> Handle:
         nonlocal pushed
         if worker.round == step:
             if pushed == count:
                 do()
             pushed += 1
-        return push(bucket, data, weight=weight, present=present)
+        return push(bucket, data, weight=weight, present=present, **more)
 
     worker.push = counted  # type: ignore[method-assign]
 

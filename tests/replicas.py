@@ -85,10 +85,10 @@ def pushes(worker: Worker) -> Pushed:
     noted: Pushed = []
     push = worker.push
 
-    def note(bucket: int, data: Any, *, weight: float = 1.0, present: bool = True) -> Handle:
+    def note(bucket: int, data: Any, *, weight: float = 1.0, present: bool = True, **more: Any) -> Handle:
         assert worker.plan is not None
         noted.append((worker.plan.buckets[bucket].key, weight, present))
-        return push(bucket, data, weight=weight, present=present)
+        return push(bucket, data, weight=weight, present=present, **more)
 
     worker.push = note  # type: ignore[method-assign]
     return noted

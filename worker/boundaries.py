@@ -23,6 +23,7 @@ from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
@@ -52,7 +53,9 @@ class Boundaries:
     # ── pushing ───────────────────────────────────────────────────────────────────────────────────────
 
     @uninterrupted
-    def push_bucket(self, index: int, data: Bytes, weight: float, present: bool) -> Handle:
+    def push_bucket(
+        self, index: int, data: Bytes, weight: float, present: bool, progress: Progress | None = None
+    ) -> Handle:
         """Contribute to bucket ``index`` of the present round; the result goes into ``data``."""
         traffic, member = self._traffic, self._member
         if member.donor.due:
@@ -73,7 +76,7 @@ class Boundaries:
                 before.raise_error()
             key = member.enter_round(index)
             handle = traffic.handle_of(key, operation)
-            came = member.push(key, operation, data, weight, present, handle)
+            came = member.push(key, operation, data, weight, present, handle, progress)
             effects = member.effects.take() if member.effects.pending else None
         if effects is not None:
             traffic.carry_out(effects)

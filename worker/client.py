@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, overload
+from typing import TYPE_CHECKING, Final, Protocol, Self, overload
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from gradserver.worker.collectives.objects import ObjectCollectives
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.learner import enter
 from gradserver.worker.member.learner import Arrival, Stage
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Tensor, bind, empty
 from gradserver.worker.tree import Tree
@@ -38,6 +40,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Worker", "check_weight", "finished"]
+
+
+class Closable(Protocol):
+    """Something that holds resources until it is closed. A second call does nothing."""
+
+    def close(self) -> None:
+        """Free them."""
 
 
 _BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
@@ -71,6 +80,8 @@ class Worker(ObjectCollectives):
         self.wire: str = self._codec.name
         self._bare: Agreement | None = None
         """The rounds of a group without gradients, which `next_round` ends."""
+        self._closes: WeakSet[Closable] = WeakSet()
+        """Resources that `close` and `abort` free."""
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
@@ -226,7 +237,15 @@ class Worker(ObjectCollectives):
         """
         return self._session.agree(with_codec(plan, self._codec), seconds(timeout), beside=True)
 
-    def push(self, bucket: int, data: Tensor, *, weight: float = 1.0, present: bool = True) -> Handle[None]:
+    def push(
+        self,
+        bucket: int,
+        data: Tensor,
+        *,
+        weight: float = 1.0,
+        present: bool = True,
+        progress: Progress | None = None,
+    ) -> Handle[None]:
         """Contribute to one bucket of the present round.
 
         Args:
@@ -236,6 +255,7 @@ class Worker(ObjectCollectives):
             weight: weight of this worker, the same for all buckets of a round. With 0 nothing is sent, and the
                 contribution does not count. The result still comes.
             present: false if the contribution is zeros, which count with their weight and are not sent.
+            progress: how much of ``data`` is there so far, while it is being written (see `advance`). None if all is.
 
         Raises:
             OutOfStepError: this bucket was already pushed, and the round is not finished.
@@ -256,7 +276,11 @@ class Worker(ObjectCollectives):
             raise DTypeError(f"bucket {spec.key!r} was agreed as {spec.dtype.name}, got {bound.dtype.name}")
         if bound.numel != spec.numel:
             raise SizeMismatchError(f"bucket {spec.key!r} was agreed with {spec.numel} elements, got {bound.numel}")
-        return self._session.push_bucket(bucket, bound.data, check_weight(weight), present)
+        return self._session.push_bucket(bucket, bound.data, check_weight(weight), present, progress)
+
+    def advance(self, progress: Progress, nbytes: int) -> None:
+        """Declare that the first ``nbytes`` bytes of a bucket that was pushed with ``progress`` are there."""
+        self._session.traffic.advance(progress, nbytes)
 
     def finish_round(self, timeout: Timeout = None) -> None:
         """Wait for the results of every bucket, and open the next round.
@@ -302,11 +326,22 @@ class Worker(ObjectCollectives):
 
     def close(self, reason: str = "close() was called") -> None:
         """Leave the group. Calls that still wait fail with ClosedError. A second call does nothing."""
-        self._session.close(reason)
+        self._close(reason)
 
     def abort(self, reason: str) -> None:
         """Leave because of an error. The others, which needed this worker, are told ``reason`` at once."""
-        self._session.close(reason, failed=True)
+        self._close(reason, failed=True)
+
+    def _close(self, reason: str, failed: bool = False) -> None:
+        try:
+            self._session.close(reason, failed)
+        finally:
+            for resource in list(self._closes):
+                resource.close()
+
+    def closes(self, resource: Closable) -> None:
+        """Close ``resource``, too, when this worker has left the group, if it still exists then."""
+        self._closes.add(resource)
 
     @property
     def closed(self) -> bool:

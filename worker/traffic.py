@@ -19,9 +19,11 @@ from gradserver.protocol.ranges import Ranges
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.effects import Complete, Effect, Lose, Tell
-from gradserver.worker.member.exchange import Destination, Exchange, Source
+from gradserver.worker.member.ends import Destination, Source
+from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.leases import Question
 from gradserver.worker.member.machine import Member
+from gradserver.worker.member.progress import Progress
 
 P = ParamSpec("P")
 
@@ -163,6 +165,12 @@ class Traffic:
             effects = member.effects.take()
         self._go_on(effects, True)
         return handle
+
+    def advance(self, progress: Progress, nbytes: int) -> None:
+        """Send more of a bucket: its first ``nbytes`` bytes are there."""
+        with self.mutex:
+            progress.advance(nbytes)
+        self.pump()
 
     def _go_on(self, effects: list[Effect] | None, background: bool) -> None:
         if effects:

@@ -18,7 +18,7 @@ from gradserver.worker.collectives.transfers import No, T, Transfers, V, Yes
 from gradserver.worker.collectives.uneven import all_to_all_uneven
 from gradserver.worker.collectives.writers import Columns, Rows, into_columns, into_part, into_portion, into_rows
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
-from gradserver.worker.member.exchange import Destination, Source
+from gradserver.worker.member.ends import Destination, Source
 from gradserver.worker.tensors import Binding, bind, like
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.exchange import Layout
 from gradserver.protocol.frames import parts, slices_of
-from gradserver.worker.member.exchange import Writer
+from gradserver.worker.member.ends import Writer
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 

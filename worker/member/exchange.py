@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.errors import GradServerError, MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
 from gradserver.worker.member.coder import Coder
+from gradserver.worker.member.ends import Destination, Source
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Memory, Slot, Slots
 from gradserver.worker.member.waiter import Waiter
 
 NO_SLICES: Final[Mapping[int, float]] = MappingProxyType({})
-
-
-class Writer(Protocol):
-    """Function that puts results of slices where they belong. Called for every slice, also those that others get."""
-
-    def __call__(self, start: int, stop: int, payload: Buffer | None) -> None:
-        """Take bytes ``start`` to ``stop`` of the exchange; None stands for zeros."""
-
-
-Destination = Bytes | Writer
-"""Destination of results: memory as long as the exchange, or a function that puts them elsewhere."""
-
-
-class Parted(Protocol):
-    """Contributions that do not lie in one piece of memory as they go."""
-
-    def part(self, index: int) -> Bytes:
-        """Give the contribution to slice ``index``."""
-
-
-Source = Bytes | Parted
-"""Source of contributions: memory as long as the exchange (or a slice, if there is one), or a piece for each."""
 
 
 class Staged(NamedTuple):
@@ -98,6 +78,8 @@ class Exchange:
         "_coder",
         "_destination",
         "_memory",
+        "_progress",
+        "_ready",
         "_region",
         "_regions",
         "_slots",
@@ -144,6 +126,7 @@ class Exchange:
         epoch: int = 0,
         regions: Regions | None = None,
         heavier: Mapping[int, float] = NO_SLICES,
+        progress: Progress | None = None,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -161,7 +144,8 @@ class Exchange:
         """True after a failure at another shard: what still comes of this part is ignored."""
         self.held_back = False
         """Slices that were not sent would not count."""
-        self.sent = self.first = self.start
+        self.sent = self.first = self._ready = self.start
+        self._progress = progress
         self.epoch = epoch
         self.answered: set[int] = set()
         self.settled: frozenset[int] = frozenset()
@@ -187,6 +171,8 @@ class Exchange:
 
     def push(self) -> tuple[Push, Sequence[Buffer]] | None:
         """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
+        if self.is_filling:
+            return None
         begins = self.sent == self.first
         message = self._next()
         if self.settled:
@@ -261,13 +247,24 @@ class Exchange:
 
     def _run_stop(self, start: int) -> int:
         """Return the end of the slices that follow ``start`` and must be sent."""
-        stop = self.stop
+        stop = self.stop if self._progress is None else self._available(self._progress.nbytes)
         if self.settled:
-            stop = min((index for index in self.settled if index >= start), default=stop)
+            stop = min((index for index in self.settled if start <= index < stop), default=stop)
         if self.heavier:  # one message has one weight
             weight = self._weight_of(start)
             stop = next((index for index in range(start, stop) if self._weight_of(index) != weight), stop)
         return stop
+
+    @property
+    def is_filling(self) -> bool:
+        """True if the next slice is not in memory yet."""
+        return self._progress is not None and self._available(self._progress.nbytes) <= self.sent
+
+    def _available(self, nbytes: int) -> int:
+        """Return the slice behind the last one that is among the first ``nbytes`` bytes."""
+        while self._ready < self.stop and self.layout.span(self._ready)[1] * self.layout.itemsize <= nbytes:
+            self._ready += 1
+        return self._ready
 
     def _weight_of(self, index: int) -> float:
         return self.heavier.get(index, self.weight) if self.heavier else self.weight
@@ -340,6 +337,18 @@ class Exchange:
         return self._part(self._source, index, index + 1).tobytes()
 
     def write(self, result: Result, payload: Buffer | None) -> None:
+        """Put a result where it belongs."""
+        if self._progress is None:
+            self._write(result, payload)
+            return
+        begin, end = self.layout.span(result.slice)[0], self.layout.span(result.slice + result.slices - 1)[1]
+        start, stop = begin * self.layout.itemsize, end * self.layout.itemsize
+        if stop > self._progress.nbytes:
+            raise MalformedMessageError(f"a result of slice {result.slice} came before that slice was sent")
+        self._write(result, payload)
+        self._progress.wrote(start, stop)
+
+    def _write(self, result: Result, payload: Buffer | None) -> None:
         """Put a result where it belongs; where it lies already, nothing is to be done."""
         destination, layout = self._destination, self.layout
         if destination is None or self.dropped:

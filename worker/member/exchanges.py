@@ -31,10 +31,12 @@ from gradserver.protocol.shards import Table
 from gradserver.worker.member.backlog import Unasked, room_for
 from gradserver.worker.member.coder import Coder, Workspace
 from gradserver.worker.member.effects import Effects, Tell
-from gradserver.worker.member.exchange import NO_SLICES, Destination, Exchange, Siblings, Source
+from gradserver.worker.member.ends import Destination, Source
+from gradserver.worker.member.exchange import NO_SLICES, Exchange, Siblings
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.learner import Stage
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.slots import Memory, Slots
@@ -163,8 +165,9 @@ class Exchanges:
         waiter: Waiter,
         feedback: Feedback | None = None,
         heavier: Mapping[int, float] = NO_SLICES,
+        progress: Progress | None = None,
     ) -> None:
-        """Begin an exchange: what it gives is sent as credit allows."""
+        """Begin an exchange: what it gives is sent as credit allows, and as ``progress`` says that it is there."""
         layout, bounds = self.table.share(key, operation)
         if layout.count == 0:
             waiter.weight, waiter.present = weight, source is not None
@@ -182,7 +185,7 @@ class Exchanges:
         epoch = welcome.epoch if operation.kind in WORLD_BOUND or key.stream == TRANSFER else 0
         regions = inventory.regions if inventory is not None else None
         if len(bounds) == 2:
-            exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier)
+            exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier, progress=progress)
             if inventory is not None and inventory.begun(exchange, stragglers.came(key), self._heed_early):
                 self.effects.complete(waiter)
             else:
@@ -192,7 +195,7 @@ class Exchanges:
         siblings = Siblings(len(parts))
         came: list[Unasked] = stragglers.came(key) if inventory is not None else []
         for shard, run in parts:
-            exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier)
+            exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier, progress)
             if inventory is None or not inventory.begun(exchange, came, self._heed_early):
                 self.shards[shard].add(exchange, stragglers.is_over(key))
             elif self._part_over(exchange, siblings, None)[0]:

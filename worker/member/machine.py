@@ -26,6 +26,7 @@ from gradserver.worker.member.inquiries import Inquiries
 from gradserver.worker.member.learner import Learner, Stage
 from gradserver.worker.member.leases import Leases
 from gradserver.worker.member.plans import Plans
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.slots import Memory
@@ -232,7 +233,14 @@ class Member:
                 self.stragglers.note_late(self.rounds.number)  # so nothing of it is sent
 
     def push(
-        self, key: ExchangeKey, operation: Operation, data: Bytes, weight: float, present: bool, waiter: Waiter
+        self,
+        key: ExchangeKey,
+        operation: Operation,
+        data: Bytes,
+        weight: float,
+        present: bool,
+        waiter: Waiter,
+        progress: Progress | None = None,
     ) -> list[tuple[Result, Buffer | None, int]]:
         """Begin a bucket. Give the results that have come before and must be settled, each with its shard."""
         rounds, stragglers, index = self.rounds, self.stragglers, key.part
@@ -248,7 +256,7 @@ class Member:
             heavier = stragglers.carry.add_to(index, data, weight, layout, operation.dtype, self.identity.sifts)
         source = data if present and weight > 0 else None
         feedback = self.exchanges.feedback_of(index, operation) if source is not None and operation.is_lossy else None
-        self.exchanges.begin(key, operation, source, data, weight, waiter, feedback, heavier)
+        self.exchanges.begin(key, operation, source, data, weight, waiter, feedback, heavier, progress)
         rounds.take(index, waiter, weight)
         if not (came := stragglers.came(key)):
             return []

@@ -45,6 +45,8 @@ class SendQueue:
             if not unsent:
                 continue
             exchange = unsent[0]
+            if exchange.is_filling:  # one behind it may have all that it sends
+                exchange = next((other for other in unsent if not other.is_filling), exchange)
             if self._in_flight[pool] + exchange.next_cost() <= credit and (push := self._push(exchange)) is not None:
                 return push
             # Neither credit nor slots that are taken may hold back what all wait for.

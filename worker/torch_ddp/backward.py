@@ -202,7 +202,7 @@ class Backward:
                     slot.take(as_view)
                 return
             with self._failing(in_backward=True):
-                slot.take(as_view)
+                self.rounds.take(index, slot)
                 if not self._all_at_end:
                     self._count(index, slot)
 

@@ -19,6 +19,7 @@ from gradserver.protocol.errors import DTypeError, LayoutError, SizeMismatchErro
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.plan import Bucket, Component
+from gradserver.worker.devices.cuda import fetch
 from gradserver.worker.tensors import bind, wire_dtype
 from gradserver.worker.torch_ddp.grouping import Group
 
@@ -159,6 +160,9 @@ class BufferBucket(FlatBucket):
 
     def changed(self) -> bool:
         """Return whether any buffer differs from the bucket's content, bit by bit."""
+        if self.flat.device.type != "cpu":
+            differ = [_differ(packed, buffer) for packed, buffer in self._pairs()]
+            return any(one is None for one in differ) or bool(fetch(torch.stack(differ).any()))  # type: ignore[arg-type]
         return not all(_alike(packed, buffer) for packed, buffer in self._pairs())
 
     def pack(self) -> None:
@@ -169,7 +173,8 @@ class BufferBucket(FlatBucket):
     def unpack(self) -> None:
         """Copy the bucket's content into the buffers."""
         for packed, buffer in self._pairs():
-            if _is_large(packed) and _alike(packed, buffer):  # a table that never changes: reading it is enough
+            is_here = packed.device.type == "cpu"  # elsewhere an answer would have to be waited for
+            if is_here and _is_large(packed) and _alike(packed, buffer):  # a table that never changes: only read it
                 continue
             # As BatchNorm itself, past autograd's check for changes in place: a buffer that another forward saved may
             # change before its backward.
@@ -205,6 +210,16 @@ def _alike(one: Tensor, other: Tensor) -> bool:
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
         bits = _BITS[one.element_size()]
     return torch.equal(one.view(bits), other.view(bits))
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor | None:
+    """Return, on the device, whether two tensors of one shape have different bits. None if they cannot be compared."""
+    if one.dtype != other.dtype or one.device != other.device:
+        return None
+    if one.dtype.is_complex:
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    bits = _BITS.get(one.element_size(), torch.uint8)
+    return (one.view(bits) != other.view(bits)).any()
 
 
 def _same_bytes(one: Bytes, other: Bytes) -> bool:

@@ -19,6 +19,7 @@ from gradserver.worker.torch_ddp.buckets import (
     BufferBucket,
     FlatBucket,
     GradientBucket,
+    Slot,
     buffer_buckets,
     sender_spec,
     used_spec,
@@ -153,6 +154,11 @@ class Rounds:
     def unpushed(self) -> list[str]:
         """Keys of the buckets of gradients that were not pushed yet."""
         return [self.gradients[index].spec.key for index in sorted(self._unpushed)]
+
+    def take(self, index: int, slot: Slot) -> None:
+        """Bring a gradient of bucket ``index``, which is ready, into the bucket."""
+        slot.take(self._options.gradient_as_bucket_view)
+        self._staging.note_writer(index, self.gradients[index].device)
 
     def push(self, index: int) -> None:
         """Contribute one bucket of gradients: all that its parameters have accumulated."""

@@ -1,19 +1,13 @@
 """The way of buckets to the worker and of their results back, wherever their memory is.
 
-A bucket on the CPU is pushed from, and received into, its own memory. One on a CUDA device has a copy in pinned memory
-of the host. Copies run on a stream of their own beside the computation:
-
-    compute stream   … backward of block 3 ┐ backward of block 2 …                      ┌ optimizer
-    side stream                            └► to the host ┐                 ┌► to the device
-    staging thread                                        └► push … result ─┘
+A bucket on the CPU is pushed from, and received into, its own memory. One on a CUDA device has memory on the host
+beside it, and is copied there and back while backward runs (`gradserver.worker.devices.copies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from concurrent.futures import Future
+from typing import Final
 from weakref import WeakSet
 
 import torch
@@ -22,15 +16,16 @@ from torch import Tensor
 from gradserver.protocol.errors import DeadlineError
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
+from gradserver.worker.devices.copies import Copier
+from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.handle import Handle
 
-_cuda: Any = torch.cuda  # torch has not typed its constructors
-# Seconds that a push may take to begin, beyond an exchange: the copy to the host comes before it.
-_COPY_SECONDS = 60.0
+_COPY_SECONDS: Final = 60.0
+"""Seconds that a push may take, beyond an exchange: the copy to the host comes before it, and computation before that.
+"""
 
-
-# The stagings with buckets on each CUDA device of this process.
 _on_device: dict[torch.device, WeakSet[Staging]] = {}
+"""The stagings with buckets on each device of this process."""
 
 
 class Staging:
@@ -46,13 +41,13 @@ class Staging:
         self._worker = worker
         self._agreement = agreement
         self._timeout = timeout
-        self._devices: dict[torch.device, _DeviceCopier] = {}
+        self._devices: dict[torch.device, Copier | None] = {}
         self._handles: dict[int, Handle] = {}
         self._staged: dict[int, tuple[Tensor, Future[Handle]]] = {}
 
     def new_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros for a bucket: on the CPU, where the channel reads and writes without a copy."""
-        if device.type != "cpu":
+        if self._copier(device) is not None:
             _on_device.setdefault(device, WeakSet()).add(self)
             return torch.zeros(numel, dtype=dtype, device=device)
         flat: Tensor = self._worker.empty((numel,), dtype)
@@ -83,9 +78,23 @@ class Staging:
             self._staged[index] = (flat, copier.push(index, flat, weight, present))
 
     def wait(self, index: int) -> Handle:
-        """Wait for the result of a bucket on the CPU that was pushed in this round."""
-        self._handles[index].wait(self._timeout)
+        """Wait for the result of a bucket that was pushed in this round."""
+        handle = self._pushed(index)
+        handle.wait(self._timeout)
+        if index in self._staged and (copier := self._copier(self._staged[index][0].device)) is not None:
+            copier.join(_COPY_SECONDS)
+        return handle
+
+    def _pushed(self, index: int) -> Handle:
+        if index in self._staged:
+            self._handles[index] = _begun(self._staged[index][1], self._timeout or self._worker.timeout)
         return self._handles[index]
+
+    def note_writer(self, index: int, device: torch.device) -> None:
+        """Note that a gradient of bucket ``index`` was computed on the calling thread's stream."""
+        copier = self._copier(device)
+        if copier is not None:
+            copier.note_writer(index)
 
     def overwritten(self, index: int, flat: Tensor) -> None:
         """Note that ``flat`` does not hold the last result any more."""
@@ -93,11 +102,11 @@ class Staging:
         if copier is not None:
             copier.forget(index)
 
-    def _copier(self, device: torch.device) -> _DeviceCopier | None:
-        if device.type == "cpu":
-            return None
+    def _copier(self, device: torch.device) -> Copier | None:
         if device not in self._devices:
-            self._devices[device] = _DeviceCopier(self._worker, self._agreement.first, device)
+            opened = open_device(device)
+            copier = None if opened is None else Copier(self._worker, self._agreement.first, opened)
+            self._devices[device] = copier
         return self._devices[device]
 
     def finish(self) -> dict[int, Handle]:
@@ -106,12 +115,11 @@ class Staging:
         On a CUDA device the results are there for whatever is queued on the current stream from now on.
         """
         handles = self._handles
-        for index, (flat, pushing) in self._staged.items():
-            handles[index] = handle = _begun(pushing, self._timeout or self._worker.timeout)
-            handle.wait(self._timeout)
-            self._devices[flat.device].to_device(index, flat)
+        for index in self._staged:
+            self._pushed(index).wait(self._timeout)
         for copier in self._devices.values():
-            copier.join()
+            if copier is not None:
+                copier.join(_COPY_SECONDS)
         self._worker.finish_round(self._timeout)
         self._handles, self._staged = {}, {}
         return handles
@@ -128,56 +136,3 @@ def _begun(pushing: Future[Handle], timeout: float) -> Handle:
             f"the gradients were not copied off the device within {timeout + _COPY_SECONDS:g} s: "
             f"the computation on it has not ended"
         ) from None
-
-
-class _DeviceCopier:
-    """The pinned copies, the side stream and the staging thread of one CUDA device."""
-
-    def __init__(self, worker: Worker, first: int, device: torch.device) -> None:
-        self._worker = worker
-        self._first = first
-        self._device = device
-        self._stream = _cuda.Stream(device)
-        self._host: dict[int, Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"gradserver-staging-{device}")
-
-    def push(self, index: int, flat: Tensor, weight: float, present: bool) -> Future[Handle]:
-        """Copy ``flat`` to the host when the current stream is done with it, and push it from there."""
-        host = self._host.get(index)
-        if host is None:
-            host = self._host[index] = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
-            flat.record_stream(self._stream)  # keeps the allocator from reusing it during a copy
-            if not present:  # the result may be to leave it as it is
-                host.copy_(flat)
-        copied = _cuda.Event(blocking=True)
-        with self._beside():
-            if present and weight > 0:
-                host.copy_(flat, non_blocking=True)
-            # The event is recorded even if nothing is copied: the result of the last round may still be on its way from
-            # there.
-            copied.record(self._stream)
-        return self._thread.submit(self._push, index, host, weight, present, copied)
-
-    def _push(self, index: int, host: Tensor, weight: float, present: bool, copied: torch.cuda.Event) -> Handle:
-        copied.synchronize()
-        return self._worker.push(self._first + index, host, weight=weight, present=present)
-
-    def forget(self, index: int) -> None:
-        """Make the copy of bucket ``index`` anew when it is pushed next."""
-        self._host.pop(index, None)
-
-    def to_device(self, index: int, flat: Tensor) -> None:
-        """Copy the result of bucket ``index`` into ``flat``."""
-        with torch.cuda.stream(self._stream):
-            flat.copy_(self._host[index], non_blocking=True)
-
-    def join(self) -> None:
-        """Let the current stream wait for the copies."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run on the side stream, behind what is queued on the current one."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield

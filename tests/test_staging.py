@@ -1,0 +1,409 @@
+"""Copies of a device's buckets to the host and back, with a device that executes each copy as late as it may."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradserver import DistributedDataParallel, LocalCluster
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import ClosedError, MalformedMessageError, NonFiniteError
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Kind, Op, Pool, operation_of
+from gradserver.protocol.in_process import in_process_pair
+from gradserver.protocol.limits import MIB
+from gradserver.protocol.messages import Result
+from gradserver.protocol.plan import simple_plan
+from gradserver.protocol.shards import Table
+from gradserver.worker.client import Worker
+from gradserver.worker.devices import copies
+from gradserver.worker.devices.copies import Copier
+from gradserver.worker.handle import Handle
+from gradserver.worker.member.exchange import Exchange
+from gradserver.worker.member.progress import Progress
+from gradserver.worker.member.slots import Slots
+from gradserver.worker.torch_ddp import staging
+from tests.cluster import Gather, together, wait_until
+from tests.fake_device import FakeDevice, FakeStream, Pace, checked
+from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
+from tests.replicas import assert_like_one_process, gradients, on, reference, same, sgd, train
+
+torch.set_num_threads(1)
+
+PACES: tuple[Pace, ...] = get_args(Pace)
+OpenFake = Callable[..., FakeDevice]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFake]:
+    """Return a maker of the device that all buckets are on from then on. In the end nothing of it must be locked."""
+    made: list[FakeDevice] = []
+
+    def make(*args: Any, **options: Any) -> FakeDevice:
+        made.append(FakeDevice(*args, **options))
+        monkeypatch.setattr(staging, "open_device", lambda _: checked(made[-1]))
+        return made[-1]
+
+    yield make
+    gc.collect()
+    wait_until(lambda: not any(device.locked for device in made), "all pages are unlocked")
+
+
+# ── whole trainings ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("piece", [64, 4 * MIB], ids=["in pieces", "whole"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": False},
+        {"delay_all_reduce": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"blocks": (), "bucket_cap_mb": 0.001},
+    ],
+    ids=lambda options: "-".join(options) or "defaults",
+)
+def test_trains_as_one_process_does(
+    pace: Pace, piece: int, options: dict[str, Any], fake: OpenFake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", piece)
+    device = fake(pace)
+    assert_like_one_process(on(3, train, Transformer, **options), reference(Transformer(0)))
+    assert min(device.copied) > 0
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_over_each_channel(pace: Pace, fake: OpenFake, gather: Gather, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
+    fake(pace)
+    results = together(gather(2), lambda worker: train(worker, Transformer))
+    assert_like_one_process(results, reference(Transformer(0)))
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_buffers_are_kept_alike(pace: Pace, fake: OpenFake) -> None:
+    def work(worker: Worker) -> tuple[dict[str, Tensor], list[Tensor]]:
+        model = DistributedDataParallel(Convolutional(worker.rank), worker)
+        optimizer = sgd(model)
+        with model.join(optimizer):
+            for step in range(2 * worker.rank):
+                optimizer.zero_grad()
+                loss_of(model, *images(step + worker.rank, 4)).backward()
+                optimizer.step()
+        return state_of(model.module), list(optimizer_state(optimizer))
+
+    fake(pace)
+    (state, momenta), *others = on(3, work)
+    for other_state, other_momenta in others:
+        assert same(state, other_state)
+        assert all(map(torch.equal, momenta, other_momenta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pace", PACES)
+def test_element_types(dtype: torch.dtype, pace: Pace, fake: OpenFake) -> None:
+    def work(worker: Worker) -> list[list[float]]:
+        linear = nn.Linear(3, 2, bias=False, dtype=dtype)
+        DistributedDataParallel(linear, worker)(torch.full((1, 3), worker.rank + 1.0).to(dtype)).sum().backward()
+        assert linear.weight.grad is not None
+        result: list[list[float]] = linear.weight.grad.tolist()
+        return result
+
+    fake(pace)
+    assert on(2, work) == [[[1.5] * 3] * 2] * 2
+
+
+def test_a_gradient_that_is_not_finite_is_named(fake: OpenFake) -> None:
+    def work(worker: Worker) -> tuple[str, str]:
+        model = DistributedDataParallel(Transformer(), worker)
+        loss = loss_of(model, *tokens(0, 2))
+        with pytest.raises(NonFiniteError) as caught:
+            (loss * float("nan") if worker.rank == 1 else loss).backward()
+        return caught.value.worker, caught.value.bucket
+
+    fake()
+    assert on(2, work) == [("worker-1", "lm_head")] * 2
+
+
+def test_accumulation(fake: OpenFake) -> None:
+    def work(worker: Worker) -> dict[str, Tensor]:
+        module = Transformer(worker.rank)
+        model = DistributedDataParallel(module, worker, accumulation="mean")
+        with model.no_sync():
+            loss_of(model, *tokens(10 * worker.rank, 4)).backward()
+        loss_of(model, *tokens(10 * worker.rank + 1, 4)).backward()
+        return gradients(module)
+
+    fake()
+    results = on(2, work)
+    single = Transformer(0)
+    total = sum(loss_of(single, *tokens(10 * rank + part, 4)) for rank in range(2) for part in range(2))
+    (total / 4).backward()
+    assert_like_one_process(results, gradients(single))
+
+
+# ── one copier ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Staged:
+    """A worker that is alone, and a copier of its buckets."""
+
+    def __init__(self, worker: Worker, device: FakeDevice, numel: int, buckets: int = 1) -> None:
+        self.agreement = worker.agree_beside(simple_plan([(f"b{i}", numel) for i in range(buckets)], FLOAT32))
+        self.worker, self.device = worker, device
+        self.copier = Copier(worker, self.agreement.first, checked(device))
+        self.flats = [torch.zeros(numel) for _ in range(buckets)]
+
+    def push(self, index: int, value: float) -> Future[Handle]:
+        """Compute a gradient on the device's current stream, and push it."""
+        flat = self.flats[index]
+        self.device.compute.enqueue(lambda: flat.fill_(value))
+        return self.copier.push(index, flat, 1.0, True)
+
+    def finish(self, *pushes: Future[Handle]) -> None:
+        for push in pushes:
+            push.result(10).wait(10)
+        self.copier.join(10)
+        self.worker.finish_round(10)
+
+
+@pytest.fixture
+def alone(fake: OpenFake) -> Iterator[Callable[..., Staged]]:
+    with ExitStack() as stack:
+
+        def make(numel: int, buckets: int = 1, **options: Any) -> Staged:
+            cluster = stack.enter_context(LocalCluster(1))
+            return Staged(cluster.workers[0], fake(**options), numel, buckets)
+
+        yield make
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_copies_begin_behind_the_computation(pace: Pace, alone: Callable[..., Staged]) -> None:
+    staged = alone(1000, pace=pace, compute="late")
+    for value in (1.0, 2.0, 3.0):
+        staged.finish(staged.push(0, value))
+        staged.device.compute.synchronize()
+        assert staged.flats[0].tolist() == [value] * 1000
+
+
+def test_copies_wait_for_every_stream_that_wrote_to_the_bucket(alone: Callable[..., Staged]) -> None:
+    staged = alone(1000, compute="late")
+    device, flat = staged.device, staged.flats[0]
+    first, second = device.compute, FakeStream(device, "late")
+    for stream, part, value in ((second, flat[:500], 7.0), (first, flat[500:], 8.0)):
+        device.compute = stream
+        stream.enqueue(lambda part=part, value=value: part.fill_(value))  # type: ignore[misc]
+        staged.copier.note_writer(0)
+    staged.finish(staged.copier.push(0, flat, 1.0, True))
+    first.synchronize()
+    assert flat.tolist() == [7.0] * 500 + [8.0] * 500
+
+
+def test_a_piece_is_pushed_while_later_ones_are_not_copied(
+    alone: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", MIB)
+    staged = alone(4 * MIB // 4)
+    worker, order = staged.worker, list[str]()
+    copy, push, advance = staged.device.copy, worker.push, worker.advance
+
+    def noted(target: Tensor, source: Tensor, stream: Any) -> None:
+        way = "back" if stream is staged.copier._inbound.stream else "out"
+        copy(target, source, stream)
+        stream.enqueue(lambda: order.append(way))
+        if way == "back":
+            returned.set()
+
+    def pushed(*args: Any, **options: Any) -> Any:
+        order.append("push")
+        return push(*args, **options)
+
+    def advanced(progress: Progress, nbytes: int) -> None:
+        if nbytes == 4 * MIB:
+            assert returned.wait(10), "the result of an earlier piece comes back before the last is pushed"
+        order.append(f"advance {nbytes // MIB}")
+        advance(progress, nbytes)
+
+    returned = threading.Event()
+    monkeypatch.setattr(staged.device, "copy", noted)
+    monkeypatch.setattr(worker, "push", pushed)
+    monkeypatch.setattr(worker, "advance", advanced)
+    staged.finish(staged.push(0, 3.0))
+    outbound = [step for step in order if step != "back"]
+    assert outbound == ["out", "push", "out", "advance 2", "out", "advance 3", "out", "advance 4"]
+    assert staged.flats[0].tolist() == [3.0] * MIB
+
+
+def test_results_that_follow_each_other_are_copied_as_one() -> None:
+    one, other = (copies.Staged(torch.empty(0), torch.empty(0), [], []) for _ in range(2))
+    done: Future[Any] = Future()
+    first = [(one, 0, 4), (one, 4, 8), (one, 8, 9), (other, 9, 12), (one, 9, 10)]
+    last = [(one, 10, 11), (one, 12, 13)]
+    expected = [(one, 0, 9), (other, 9, 12), (one, 9, 10), done, *last, None]
+    assert list(copies._merged([*first, done, *last, None])) == expected
+
+
+def test_a_bucket_that_is_there_does_not_wait_for_one_that_is_not(alone: Callable[..., Staged]) -> None:
+    staged = alone(MIB // 4, 2)
+    worker, first = staged.worker, staged.agreement.first
+    filling = Progress(lambda *_: None)
+    pushed = worker.push(first, torch.full((MIB // 4,), 1.0), progress=filling)
+    worker.push(first + 1, torch.full((MIB // 4,), 2.0)).wait(10)
+    assert not pushed.done()
+    worker.advance(filling, MIB)
+    pushed.wait(10)
+    worker.finish_round(10)
+
+
+def test_an_error_of_the_device_is_raised_where_the_round_ends(
+    alone: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = alone(1000)
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(staged.device, "copy", breaks)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        staged.push(0, 1.0).result(10)
+
+
+def test_an_error_of_a_copy_back_is_raised_by_the_wait_for_it(
+    alone: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = alone(1000)
+    copy = staged.device.copy
+
+    def breaks(target: Tensor, source: Tensor, stream: Any) -> None:
+        if stream is staged.copier._inbound.stream:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        copy(target, source, stream)
+
+    monkeypatch.setattr(staged.device, "copy", breaks)
+    staged.push(0, 1.0).result(10).wait(10)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        staged.copier.join(10)
+
+
+def test_a_closed_worker_frees_the_memory_and_takes_no_more(alone: Callable[..., Staged]) -> None:
+    staged = alone(1000)
+    staged.finish(staged.push(0, 1.0))
+    assert staged.device.locked
+    staged.worker.close()
+    wait_until(lambda: not staged.device.locked, "all pages are unlocked")
+    with pytest.raises(ClosedError):
+        staged.push(0, 1.0).result(10)
+    with pytest.raises(ClosedError):
+        staged.copier.join(10)
+
+
+def test_an_empty_bucket_is_exchanged_like_any_other(alone: Callable[..., Staged]) -> None:
+    staged = alone(0, 2)
+    staged.finish(staged.push(0, 1.0), staged.push(1, 1.0))
+
+
+def test_a_contribution_without_data_is_not_copied_but_once(alone: Callable[..., Staged]) -> None:
+    staged = alone(1000)
+    for _ in range(3):
+        staged.finish(staged.copier.push(0, staged.flats[0], 1.0, False))
+    assert staged.device.copied == [4000, 3 * 4000]
+    staged.copier.forget(0)
+    staged.finish(staged.copier.push(0, staged.flats[0], 1.0, False))
+    assert staged.device.copied[0] == 8000
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("channel", ["shm"])
+def test_memory_of_the_host_is_that_which_the_coordinator_sees(fake: OpenFake, gather: Gather) -> None:
+    device, (worker,) = fake(), gather(1)
+    model = DistributedDataParallel(Transformer(), worker)
+    for step in range(2):
+        loss_of(model, *tokens(step, 4)).backward()
+    nbytes = sum(bucket.numel * bucket.dtype.itemsize for bucket in model.plan.buckets)
+    assert device.copied == [2 * nbytes, 2 * nbytes]
+    assert device.pinned_bytes == 0
+    channel = worker._session.traffic.channel
+    for address in device.locked:
+        seen = (ctypes.c_uint8 * 64).from_address(address)
+        assert channel.place_of(np.ctypeslib.as_array(seen)) is not None
+
+
+def test_memory_that_cannot_be_locked_is_replaced_by_pinned_memory(
+    fake: OpenFake, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = fake(refuses="cudaHostRegister says error 801")
+    with caplog.at_level(logging.WARNING, "gradserver"):
+        assert_like_one_process(on(1, train, Transformer), reference(Transformer(0)))
+    assert device.pinned_bytes > 0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        line == "gradients of fake are copied once more on the host, in pinned memory: cudaHostRegister says error 801"
+    )
+
+
+def test_a_model_that_is_gone_frees_its_memory(fake: OpenFake) -> None:
+    device = fake()
+    with LocalCluster(1) as cluster:
+        model = DistributedDataParallel(Transformer(), cluster.workers[0])
+        loss_of(model, *tokens(0, 4)).backward()
+        assert device.locked
+        del model
+        gc.collect()
+        wait_until(lambda: not device.locked, "all pages are unlocked")
+
+
+# ── groups that lose members, and wait for nobody ─────────────────────────────────────────────────────
+
+
+def test_a_worker_that_may_be_late_pushes_whole_buckets(fake: OpenFake, monkeypatch: pytest.MonkeyPatch) -> None:
+    advanced = list[int]()
+    monkeypatch.setattr(Worker, "advance", lambda *arguments: advanced.append(arguments[-1]))
+    monkeypatch.setattr(copies, "PIECE_BYTES", 64)
+    fake()
+    with LocalCluster(2, elastic=(1, 2), quorum=2, timeout=10.0) as cluster:
+        results = cluster.run(lambda worker: train(worker, Transformer))
+    assert_like_one_process(results, reference(Transformer(0)))
+    assert not advanced
+
+
+def test_a_result_before_its_piece_is_refused() -> None:
+    operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 4 * MIB // 4)
+    memory, progress = np.zeros(4 * MIB, np.uint8), Progress(lambda start, stop: written.append((start, stop)))
+    written = list[tuple[int, int]]()
+    key, (layout, _) = ExchangeKey(BUCKET, 0, 0), Table(1).share(ExchangeKey(BUCKET, 0, 0), operation)
+    channel = in_process_pair("worker")[0]
+    exchange = Exchange(
+        key,
+        Pool.BUCKETS,
+        operation,
+        layout,
+        memory,
+        memory,
+        1.0,
+        Handle(1.0),
+        channel,
+        Slots(channel),
+        progress=progress,
+    )
+    assert exchange.is_filling
+    progress.advance(MIB)
+    exchange.write(Result(key, 0, 1.0, True), bytes(MIB))
+    assert written == [(0, MIB)]
+    with pytest.raises(MalformedMessageError, match="came before that slice was sent"):
+        exchange.write(Result(key, 1, 1.0, True), bytes(MIB))
