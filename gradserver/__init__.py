@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from gradserver.worker.data.sharding import shard_batches as shard_batches
     from gradserver.worker.handle import Handle as Handle
     from gradserver.worker.job.job import Job as Job
+    from gradserver.worker.offer import is_nccl_available as is_nccl_available
     from gradserver.worker.torch_ddp.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
         convert_sync_batchnorm as convert_sync_batchnorm,
@@ -102,6 +103,7 @@ _HOME = {
     "ShardSampler": "gradserver.worker.data.sampler",
     "LocalCluster": "gradserver.local",
     "Membership": "gradserver.protocol.messages",
+    "is_nccl_available": "gradserver.worker.offer",
 }
 """Module of each lazy name. The error classes are not listed: `gradserver.protocol.errors` says which there are."""
 
@@ -159,6 +161,7 @@ __all__ = [
     "connect",
     "convert_sync_batchnorm",
     "flatten",
+    "is_nccl_available",
     "local_mean",
     "shard_batches",
     "unflatten",

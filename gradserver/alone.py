@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import ParamSpec
 
@@ -15,6 +16,7 @@ from gradserver.local import Alarm, Inbox
 from gradserver.protocol.channel import Outlet
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.in_process import in_process_pair
+from gradserver.protocol.planes import IN_PROCESS
 from gradserver.runtime import Runtime
 from gradserver.worker import connect as daemons
 from gradserver.worker.client import Worker
@@ -53,7 +55,7 @@ def train_alone(wish: Wish) -> Worker:
     ours, theirs = in_process_pair(wish.join.name)
     theirs.attach(_Inbox(coordinator, theirs, alarm))
     session = Session(ours, wish.join.timeout)
-    session.join(wish.join).wait()
+    session.join(replace(wish.join, offer=wish.join.offer._replace(channel=IN_PROCESS))).wait()
     return Worker(session, wire=wish.wire)
 
 

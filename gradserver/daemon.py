@@ -25,6 +25,7 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from gradserver.protocol.messages import Enlist
+from gradserver.protocol.planes import AUTO
 from gradserver.protocol.url import numeric_url, parse_url
 from gradserver.runtime import Residuals, Runtime
 from gradserver.transport.liveness import Patience
@@ -75,6 +76,7 @@ def serve(
     allow_shards: bool = False,
     round_timeout: float = ROUND_TIMEOUT,
     nonfinite: OnNonFinite = OnNonFinite.HALT,
+    plane: str = AUTO,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -92,6 +94,7 @@ def serve(
         allow_shards: whether to accept data shards that this process has not started.
         round_timeout: seconds that others wait for a worker that is alive and does not take part.
         nonfinite: policy for gradients that are not finite.
+        plane: the way of the gradients that all groups must go by; "auto" for any.
     """
     _raise_limits()
     keep_memory()
@@ -104,7 +107,7 @@ def serve(
         access = Access(groups, entropy(), allow_shards)
         known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda token: server.is_lit(token)
         quota = 0 if ledger is None else ledger.quota
-        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota)
+        engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota, plane)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)
         coordinator = Runtime(engine, journal=journal, residuals=_residuals(journal), hire=children.hire)
         if journal is not None:

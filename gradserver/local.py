@@ -25,6 +25,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from gradserver.protocol.messages import Join, Message
+from gradserver.protocol.offers import THREAD
 from gradserver.runtime import Runtime
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
@@ -183,7 +184,7 @@ class LocalCluster:
         inbox = Inbox(self._coordinator, theirs, self._release)
         theirs.attach(inbox)
         session = Session(ours, self._timeout)
-        joining = session.join(Join("local", name, rank, wish, self._timeout))
+        joining = session.join(Join("local", name, rank, wish, self._timeout, THREAD))
         return _Line(session, ours, inbox.connection), joining
 
     def _tick(self) -> float | None:

@@ -21,6 +21,7 @@ from gradserver.protocol.limits import (
     OTHERS,
     ROUND_TIMEOUT,
 )
+from gradserver.protocol.planes import AUTO, DIRECT, WISHES
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Lateness, Policy
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 _FOR_COORDINATORS: Final = (
     *("workers", "groups", "gather", "rejoin_for", "quorum", "grace", "backup", "late", "backlog", "state_timeout"),
-    *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite", "group"),
+    *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite", "group", "plane"),
 )
 """Options that a data shard does not take."""
 _OF_LEDGERS: Final[dict[str, Any]] = {
@@ -54,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     _add_nonfinite(parser)
+    parser.add_argument(
+        "--plane",
+        choices=WISHES,
+        help="way of the gradients that all groups must go by, so that a worker which cannot is refused. direct: from "
+        "worker to worker, by NCCL or gloo. tcp, shm: to the coordinator. auto (default): direct if each worker has "
+        "a CUDA device of its own, and else each worker's channel to the coordinator",
+    )
     _add_groups(parser.add_argument_group("groups"))
     _add_lateness(parser.add_argument_group("stragglers and learners"))
     _add_silence(parser.add_argument_group("liveness"))
@@ -296,6 +304,7 @@ def _serve(arguments: argparse.Namespace, patience: Patience) -> int:
         allow_shards=arguments.allow_shards,
         round_timeout=ROUND_TIMEOUT if arguments.round_timeout is None else arguments.round_timeout,
         nonfinite=on_non_finite(arguments.nonfinite or "halt"),
+        plane=arguments.plane or AUTO,
     )
 
 
@@ -332,6 +341,10 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     sizes = _sizes(arguments)
     most = max((size.maximum for size in sizes.values()), default=MAX_WORLD_SIZE)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late, most)
+    if lateness is not None and arguments.plane == DIRECT:
+        raise InvalidArgumentError(
+            "--plane direct is not possible with --quorum or --backup: in a direct exchange each worker waits for all"
+        )
     if lateness is not None and not sizes:
         raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):

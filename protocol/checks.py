@@ -5,7 +5,7 @@ Values come from msgpack. Its integers have 64 bits, and the size of containers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -47,6 +47,28 @@ def text(longest: int) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if type(value) is not str or len(value) > longest:
             raise MalformedMessageError(f"expected text of at most {longest} characters, got {brief(value)}")
+        return value
+
+    return check
+
+
+def ascii_text(longest: int) -> Callable[[Any], str]:
+    """Return a check of printable ASCII. On a terminal it upsets nothing, and a character is a byte."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or len(value) > longest or not value.isascii() or not value.isprintable():
+            raise MalformedMessageError(f"expected printable ASCII of at most {longest} characters, got {brief(value)}")
+        return value
+
+    return check
+
+
+def choice(names: Sequence[str]) -> Callable[[Any], str]:
+    """Return a check of text that is one of ``names``."""
+
+    def check(value: Any) -> str:
+        if type(value) is not str or value not in names:
+            raise MalformedMessageError(f"expected one of {', '.join(names)}, got {brief(value)}")
         return value
 
     return check

@@ -44,6 +44,10 @@ class Field(NamedTuple):
         return value if self.pack is None else self.pack(value)
 
 
+BESIDE: Final = "beside"
+"""Metadata of the type of a last field that the others do not travel with. Its message says how it does."""
+
+
 class Declared:
     """Base of dataclasses that a `Family` has given a number or a name."""
 
@@ -137,7 +141,11 @@ def several(field: Field, most: int) -> Field:
 
 def _declared(kind: type[Any]) -> Mapping[str, Field]:
     types = get_type_hints(kind, vars(sys.modules[kind.__module__]), include_extras=True)
-    return {name: _field(kind, name, declared) for name, declared in types.items()}
+    return {name: _field(kind, name, declared) for name, declared in types.items() if not _is_beside(declared)}
+
+
+def _is_beside(declared: Any) -> bool:
+    return BESIDE in getattr(declared, "__metadata__", ())
 
 
 def _field(kind: type[Any], name: str, declared: Any) -> Field:

@@ -9,8 +9,9 @@ from typing import Final
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
@@ -50,6 +51,14 @@ MAX_URL: Final = 128
 """Characters of a data shard's URL."""
 MAX_TOKEN: Final = 64
 """Characters of the token that a worker shows a data shard."""
+MAX_LABEL: Final = 64
+"""Characters of a word in an offer: a name, a version, an address. All offers of the largest group fit into a frame."""
+MAX_TROUBLE: Final = 192
+"""Characters of the reason for which a worker lacks something."""
+MAX_DEVICES: Final = 16
+"""CUDA devices in an offer."""
+MAX_PLANE_REASON: Final = 256
+"""UTF-8 of the reason for which a group has its plane."""
 MAX_RATE: Final = 1e6
 """Gbit/s of a link."""
 MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES

@@ -30,11 +30,12 @@ class Shape(NamedTuple):
     """The values that a check lets pass.
 
     Attributes:
-        what: "integer", "number", "text", "flag", "list", "optional", or "fields" of a named tuple.
+        what: "integer", "number", "text", "ASCII", "choice", "flag", "list", "optional", or "fields" of a named tuple.
         low: the least integer or number.
         high: the greatest one, or the most characters or items.
         items: the shapes of a list's items, of what is optional, or of each field; None for one that is not known.
         kind: the named tuple.
+        names: the texts to choose from.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Shape(NamedTuple):
     high: float = 0
     items: tuple[Shape | None, ...] = ()
     kind: type[Any] | None = None
+    names: tuple[str, ...] = ()
 
 
 def shape_of(check: Callable[[Any], Any]) -> Shape | None:
@@ -53,6 +55,10 @@ def shape_of(check: Callable[[Any], Any]) -> Shape | None:
             return Shape(maker, given["low"], given["high"])
         case "text":
             return Shape("text", high=given["longest"])
+        case "ascii_text":
+            return Shape("ASCII", high=given["longest"])
+        case "choice":
+            return Shape("choice", names=tuple(given["names"]))
         case "flag":
             return Shape("flag")
         case "listed":
@@ -124,6 +130,10 @@ def _values(shape: Shape | None, declared: Any) -> Strategy:
             return st.floats(low, high) | st.sampled_from([low, high, 5e-324])
         case Shape("text", _, high):
             return st.text(max_size=min(20, int(high))) | st.just("ü" * int(high))
+        case Shape("ASCII", high=high):
+            return st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=min(20, int(high)))
+        case Shape("choice", names=names):
+            return st.sampled_from(names)
         case Shape("flag"):
             return st.booleans()
         case Shape("list", _, high, (item,)):

@@ -76,6 +76,10 @@ def _said(shape: Shape | None, declared: Any) -> str:
             return f"{float(low):g} … {float(high):g}"
         case Shape("text", high=high):
             return f"text ≤ {_number(high)}"
+        case Shape("ASCII", high=high):
+            return f"ASCII ≤ {_number(high)}"
+        case Shape("choice", names=names):
+            return ", ".join(names)
         case Shape("flag"):
             return "flag"
         case Shape("list", high=high, items=items):

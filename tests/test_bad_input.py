@@ -120,6 +120,7 @@ def header(*values: Any, version: int = PROTOCOL_VERSION) -> bytes:
 
 # ── strangers ─────────────────────────────────────────────────────────────────────────────────────────
 
+NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", ""]
 JOIN = Join("crowd", "stranger", -1, 2, 5.0)
 
 STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
@@ -136,15 +137,28 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     "no array": ([header()[:3] + msgpack.packb({"a": 1})], MalformedMessageError, "begins with a message type"),
     "unknown type": ([header(99)], MalformedMessageError, "unknown message type 99"),
     "negative type": ([header(-1)], MalformedMessageError, "unknown message type -1"),
-    "fields too few": ([header(1, "g")], MalformedMessageError, "Join has 5 fields, got 1"),
+    "fields too few": ([header(1, "g")], MalformedMessageError, "Join has 6 fields, got 1"),
     "fields too many": ([header(10, 1)], MalformedMessageError, "Ping has 0 fields, got 1"),
     "field of another type": (
-        [header(1, "g", "n", "0", 2, 5.0)],
+        [header(1, "g", "n", "0", 2, 5.0, NO_OFFER)],
         MalformedMessageError,
         "expected an integer from -1 to 1023, got str",
     ),
-    "number out of range": ([header(1, "g", "n", 0, 2**40, 5.0)], MalformedMessageError, "expected an integer from 0"),
-    "not a number": ([header(1, "g", "n", 0, 2, float("nan"))], MalformedMessageError, "expected a number from 0"),
+    "number out of range": (
+        [header(1, "g", "n", 0, 2**40, 5.0, NO_OFFER)],
+        MalformedMessageError,
+        "expected an integer from 0",
+    ),
+    "not a number": (
+        [header(1, "g", "n", 0, 2, float("nan"), NO_OFFER)],
+        MalformedMessageError,
+        "expected a number from 0",
+    ),
+    "no plane": (
+        [header(1, "g", "n", 0, 2, 5.0, ["nccl", *NO_OFFER[1:]])],
+        MalformedMessageError,
+        "Join.offer: expected one of auto, tcp, shm, in_process, direct, got str of length 4",
+    ),
     "long header": ([b"GS\x01" + bytes(MAX_HEADER_BYTES)], LimitExceededError, f"the limit is {MAX_HEADER_BYTES}"),
     "payload where none goes": ([encode(JOIN), b"payload"], MalformedMessageError, "Join with 1 payloads; 0 to 0 go"),
     "payload missing": ([encode(Propose(PLAN.hash))], MalformedMessageError, "Propose with 0 payloads; 1 to 1 go"),

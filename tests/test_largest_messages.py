@@ -21,9 +21,12 @@ from gradserver.protocol.limits import (
     MAX_CLAIMED,
     MAX_COUNTER,
     MAX_DATA,
+    MAX_DEVICES,
+    MAX_LABEL,
     MAX_LIST,
     MAX_NAME_BYTES,
     MAX_NUMEL,
+    MAX_PLANE_REASON,
     MAX_RATE,
     MAX_SEED,
     MAX_SHARDS,
@@ -31,6 +34,7 @@ from gradserver.protocol.limits import (
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_TOKEN,
+    MAX_TROUBLE,
     MAX_URL,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
@@ -78,6 +82,8 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.offers import Device, Offer, pack_offers
+from gradserver.protocol.planes import IN_PROCESS
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 
 LONG = "w" * MAX_NAME_BYTES
@@ -90,6 +96,11 @@ TOKEN = "t" * MAX_TOKEN
 ALL = tuple(range(MAX_WORLD_SIZE))
 WEIGHTS = (MAX_WEIGHT,) * MAX_WORLD_SIZE
 PLACE = Place(MAX_COUNTER, MAX_COUNTER)
+LABEL = "l" * MAX_LABEL
+DEVICES = (Device(LABEL, LABEL, MAX_COUNTER),) * MAX_DEVICES
+FACTS = LABEL, LABEL, LABEL, (LABEL,) * 8, LABEL, LABEL, DEVICES, "t" * MAX_TROUBLE, "u" * MAX_URL
+OFFER = Offer(IN_PROCESS, IN_PROCESS, *FACTS)
+REASON = WIDE * (MAX_PLANE_REASON // len(WIDE.encode()))
 OPERATION = Operation(Kind.ALL_REDUCE, Op.PRODUCT, FLOAT32, MAX_NUMEL, MAX_WORLD_SIZE - 1)
 
 
@@ -112,9 +123,10 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
     transfers = tuple(Transfer(MAX_COUNTER, MAX_WORLD_SIZE - 1, member_id) for member_id in ALL)
     shards = (URLS, (MAX_RATE,) * MAX_SHARDS, TOKEN)
     last = MAX_WORLD_SIZE - 1
+    told = sum(map(len, pack_offers((OFFER,) * world)))
     return [
         (Failure(Scope.DATA, max(ERRORS, key=len), TEXT, {"data": TEXT, "missing": (TEXT,) * 32}, KEY), -1),
-        (Join(TEXT, TEXT, last, MAX_WORLD_SIZE, MAX_TIMEOUT), -1),
+        (Join(TEXT, TEXT, last, MAX_WORLD_SIZE, MAX_TIMEOUT, OFFER), -1),
         (
             Welcome(
                 *(
@@ -133,10 +145,19 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
                 late="keep",
                 timeout=MAX_TIMEOUT,
                 nonfinite="leave-out",
+                needs_all=True,
+                plane=IN_PROCESS,
+                plane_reason=REASON,
+                demanded=True,
             ),
-            -1,
+            told,
         ),
-        (Membership(MAX_COUNTER, member_ids, names, WIDE * 1000, True, member_ids, MAX_COUNTER), -1),
+        (
+            Membership(
+                *(MAX_COUNTER, member_ids, names, WIDE * 1000, True, member_ids, MAX_COUNTER, IN_PROCESS, REASON)
+            ),
+            told,
+        ),
         (RoundDone(MAX_COUNTER, MAX_COUNTER, transfers), -1),
         (Push(KEY, MAX_COUNTER, MAX_WEIGHT, True, OPERATION, MAX_SLICES, PLACE, MAX_COUNTER, PLACE), -1),
         (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS), -1),

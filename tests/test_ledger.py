@@ -174,6 +174,7 @@ def test_what_is_lost_or_halts_is_in_the_ledger_with_its_reason(tmp_path: Path) 
         "Start",
         "Group",
         "Durable",
+        "Chosen",
         "Plan",
         "Halt",
         "Closed",
@@ -286,7 +287,7 @@ def test_programs_get_every_record_as_a_line(trained: Path, capsys: pytest.Captu
     lines = [json.loads(line) for line in out]
     assert status == 0
     kinds = [line["kind"] for line in lines]
-    assert kinds[:5] == ["start", "group", "durable", "epoch", "plan"]
+    assert kinds[:6] == ["start", "group", "durable", "epoch", "chosen", "plan"]
     assert kinds[-1] == "closed"
     rounds = [line for line in lines if line["kind"] == "round"]
     first, record = rounds[0], rounds_of(trained)[0]

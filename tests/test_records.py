@@ -18,6 +18,7 @@ from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import (
     MAX_BODY_BYTES,
     Boundary,
+    Chosen,
     Closed,
     Cut,
     Durable,
@@ -35,12 +36,14 @@ from gradserver.engine.records import (
     Spent,
     Start,
     Stragglers,
+    Told,
     decode,
     encode,
 )
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, MAX_TIMEOUT, MAX_WEIGHT
 from gradserver.protocol.messages import Membership, RoundDone
+from gradserver.protocol.offers import Offer
 from tests.declarations import built
 from tests.engine_harness import Harness, bucket, floats, plan_of
 from tests.sharded_harness import ShardedHarness
@@ -65,6 +68,7 @@ RECORDS: list[Kind] = [
     Handling("default", OnNonFinite.PROPAGATE),
     Spent("default", 123_456_789),
     Stragglers("default", True),
+    Chosen("default", 1, "tcp", "'w0' has no torch", False, (Told(1, Offer(host="node-1")),)),
     Durable("default", "secret", (10.0, 2.5)),
     Boundary("default", 7, 3),
     Entered("default", 8, ((2, "w2"),)),

@@ -240,4 +240,5 @@ def test_with_or_without_a_coordinator_connect_takes_the_same_arguments() -> Non
         "channel": None,
         "wire": "fp32",
         "reconnect": 60.0,
+        "plane": None,
     }

@@ -80,11 +80,15 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.messages.recovery import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.wire import decode, encode
 from tests.declarations import ALL_MESSAGES
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)
+NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", ""]
+DEVICE = Device("NVIDIA H100", "GPU-0123", 80 * 1024**3)
+OFFER = Offer("direct", "shm", "node-1", "ab", "2.11.0", ("gloo", "nccl"), "2.27.3", "580.65", (DEVICE,), "", "n:1")
 OPERATION = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 1)
 
 # ── every message there can be, the edges of the limits included ──────────────────────────────────────
@@ -94,6 +98,12 @@ messages: st.SearchStrategy[tuple[Message, list[bytes]]] = st.one_of(list(ALL_ME
 SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Failure(Scope.EXCHANGE, "WorkerLostError", "gone", {"rank": 3, "worker": "w3", "more": ("a", "b")}, KEY), []),
     (Join("default", "w0", -1, 4, 60.0), []),
+    (Join("default", "w0", -1, 4, 60.0, OFFER), []),
+    (
+        Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), plane="direct", plane_reason="'w0' demands it", demanded=True),
+        [],
+    ),
+    (Membership(6, (0, 2), ("w0", "w2"), "'w1' left", False, plane="shm", plane_reason="'w2' has no torch"), [b"told"]),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1")), []),
     (Welcome("default", 1, 5, 1 << 24, ("w0", "w1"), member_ids=(0, 2)), []),
     (Membership(6, (0, 2), ("w0", "w2"), "'w1' (rank 1) was lost in round 3 (it died); 2 workers go on", True), []),
@@ -368,7 +378,17 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(0, 4, "E", "t", {}, None)], "expected an integer from 0 to 3, got 4"),
         ([header(0, 0, "E", "t", [], None)], "expected an error's fields"),
         ([header(0, 0, "E", "t", {"rank": 1.5}, None)], "expected text"),
-        ([header(1, "g", "n", 1024, 0, 1.0)], "expected an integer from -1 to 1023, got 1024"),
+        ([header(1, "g", "n", 1024, 0, 1.0, NO_OFFER)], "expected an integer from -1 to 1023, got 1024"),
+        (
+            [header(1, "g", "n", 0, 0, 1.0, ["nccl", *NO_OFFER[1:]])],
+            "expected one of auto, tcp, .*, got str of length 4",
+        ),
+        ([header(1, "g", "n", 0, 0, 1.0, ["auto", "tcp", "\x1b[2J", *NO_OFFER[3:]])], "expected printable ASCII of at"),
+        ([header(1, "g", "n", 0, 0, 1.0, NO_OFFER[1:])], "expected the 11 fields of a Offer, got list of length 10"),
+        (
+            [header(1, "g", "n", 0, 0, 1.0, [*NO_OFFER[:8], [["H100", "", 1]] * 17, "", ""])],
+            "a list of at most 16 items",
+        ),
     ],
 )
 def test_errors_say_what_is_wrong(frames: list[bytes], message: str) -> None:

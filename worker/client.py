@@ -24,6 +24,7 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.protocol.plan_codecs import with_codec
+from gradserver.protocol.planes import DIRECT, IN_PROCESS
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.collectives.arguments import check_weight
 from gradserver.worker.collectives.calls import S
@@ -97,6 +98,20 @@ class Worker(ObjectCollectives):
     def epoch(self) -> int:
         """Number of this membership. Each group that becomes complete gets a new one, and so does each change."""
         return self._session.membership.epoch
+
+    @property
+    def plane(self) -> str:
+        """Way of the gradients in this membership: "direct", or this worker's channel to the coordinator.
+
+        The channel is "tcp", "shm", or "in_process" for threads of one process. `gradserver.connect` has what they are.
+        """
+        told = self._session.membership.plane
+        return told if told == DIRECT else IN_PROCESS if self.channel == "memory" else self.channel
+
+    @property
+    def plane_reason(self) -> str:
+        """Reason for the group's plane, as a part of a sentence: "'spot-3' has no CUDA device"."""
+        return self._session.membership.plane_reason
 
     def on_membership(self, listener: Callable[[Membership], None]) -> None:
         """Call ``listener`` with the new membership after each change, in the thread that waits for the change."""

@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.errors import (
@@ -18,6 +18,7 @@ from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorUnreachableError,
     DeadlineError,
+    DisagreementError,
     InvalidArgumentError,
     InvalidRankError,
     InvalidWorldSizeError,
@@ -26,10 +27,12 @@ from gradserver.protocol.errors import (
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
-from gradserver.protocol.messages import Join
+from gradserver.protocol.messages import Join, Welcome
+from gradserver.protocol.planes import AUTO, DIRECT, IN_PROCESS, SHM, TCP, WISHES
 from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
+from gradserver.worker.offer import offer_of
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.farewell import Farewell
 from gradserver.worker.transport.greeting import takes_no_workers
@@ -62,13 +65,14 @@ def connect(
     channel: str | None = None,
     wire: str = "fp32",
     reconnect: float = 60.0,
+    plane: str | None = None,
 ) -> Worker:
     """Join a group, and wait until all of its workers have joined.
 
     Arguments that are not given come from the environment. ``url`` comes from GRADSERVER_URL. ``rank`` comes from
     RANK or SLURM_PROCID. ``world_size`` comes from WORLD_SIZE or SLURM_NTASKS, as torchrun and Slurm set them.
-    ``channel`` comes from GRADSERVER_CHANNEL. The coordinator assigns a rank that is given nowhere. It also decides
-    a world size that is given nowhere.
+    ``channel`` comes from GRADSERVER_CHANNEL, and ``plane`` from GRADSERVER_PLANE. The coordinator assigns a rank that
+    is given nowhere. It also decides a world size that is given nowhere.
 
     Without a URL, a single worker trains by itself, without a coordinator, and logs this in one line. A worker is
     single if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one.
@@ -96,15 +100,23 @@ def connect(
             `Worker.all_reduce`. Sums are always fp32, and every worker gets the same bytes.
         reconnect: seconds to wait for a lost coordinator. This needs a coordinator that keeps its state on disk
             (``gradserver serve --state-dir``). Nothing fails meanwhile.
+        plane: way of the group's gradients, which all members share. ``"direct"`` is a process group of
+            torch.distributed among the workers: NCCL between CUDA devices, and else gloo. ``"tcp"`` and ``"shm"`` are
+            the channels to the coordinator. ``"auto"`` is direct if each worker has a CUDA device of its own, and else
+            each worker's channel. `Worker.plane_reason` says why. For this, a process that has imported torch asks it
+            for its CUDA devices. Members that demand different planes get an error.
 
     Raises:
         CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.
         JoinTimeoutError: not all workers came in time. The error names the missing ones.
-        JoinRefusedError: the rank is taken, or the group is complete.
+        JoinRefusedError: the rank is taken, the group is complete, or the demanded plane is not possible with all
+            workers.
+        DisagreementError: other workers, or the coordinator, demand another plane.
         ConnectionLostError: the last connection broke, and no time is left for another one.
         InvalidRankError: the rank is out of range.
         InvalidWorldSizeError: the world size is out of range, or not the group's.
-        BackendUnavailableError: memory cannot be shared, and ``channel`` is ``"shm"``.
+        BackendUnavailableError: memory cannot be shared, and ``channel`` or ``plane`` is ``"shm"``. Or this process
+            has no torch.distributed, and ``plane`` is ``"direct"``.
         InvalidArgumentError: there is no URL and this worker is one of several, or an argument can never be right.
     """
     url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
@@ -112,6 +124,7 @@ def connect(
     channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
     if channel not in _CHANNELS:
         raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
+    plane, channel = _check_plane(plane or os.environ.get("GRADSERVER_PLANE") or AUTO, channel)
     codec_of(wire)
     _check_seconds("reconnect", reconnect)
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
@@ -125,6 +138,7 @@ def connect(
         rank=-1 if rank is None else rank,
         world_size=world_size or 0,
         timeout=float(timeout),
+        offer=offer_of(plane),
     )
     wish = Wish(url, what, channel, wire, float(reconnect))
     if wish.url is None:
@@ -169,9 +183,10 @@ def _no_url(wish: Wish) -> InvalidArgumentError:
 def join(wish: Wish) -> Worker:
     """Join the group at a coordinator."""
     assert wish.url is not None
-    url, channel, until = wish.url, wish.channel, time.monotonic() + wish.join.timeout
-    connection, session = _join(url, wish.join, until)
+    url, until = wish.url, time.monotonic() + wish.join.timeout
+    connection, session = _join(url, wish, until)
     try:
+        channel = _agreed_channel(wish.channel, session.membership)
         if session.membership.durable:  # even without patience: others may return, and ask what this one holds
             session.endure(ReconnectingChannel(connection, session, wish.reconnect))
         elif not session.membership.needs_all:
@@ -194,8 +209,9 @@ def join(wish: Wish) -> Worker:
     return worker
 
 
-def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
+def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
     """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
+    join = wish.join
     lost: tuple[float, ConnectionLostError] | None = None
     while True:
         try:
@@ -204,7 +220,8 @@ def _join(url: str, join: Join, until: float) -> tuple[TcpChannel, Session]:
             raise error from (None if lost is None else lost[1])
         session = Session(connection, join.timeout)
         try:
-            joining = session.join(join)
+            way = SHM if connection.on_this_host and wish.channel != TCP else TCP
+            joining = session.join(replace(join, offer=join.offer._replace(channel=way)))
             connection.ask()
             _await_welcome(joining, connection, until - time.monotonic(), join.timeout)
             return connection, session
@@ -307,6 +324,33 @@ def _check(rank: int | None, world_size: int | None) -> None:
         raise InvalidWorldSizeError(f"world_size is {world_size}, and must be from 1 to {MAX_WORLD_SIZE}")
     if rank is not None and not 0 <= rank < (world_size or MAX_WORLD_SIZE):
         raise InvalidRankError(f"rank is {rank}, and must be from 0 to {(world_size or MAX_WORLD_SIZE) - 1}")
+
+
+def _check_plane(plane: str, channel: str) -> tuple[str, str]:
+    """Return a plane and a channel that fit together, as they are wanted."""
+    if plane not in WISHES:
+        raise InvalidArgumentError(f"plane is {plane!r}, and must be one of {', '.join(WISHES)}")
+    if plane == IN_PROCESS:
+        raise InvalidArgumentError(
+            f"plane is {plane!r}, which is for threads of one process: use gradserver.LocalCluster, or plane='auto'"
+        )
+    if plane not in (TCP, SHM):
+        return plane, channel
+    if channel not in ("auto", plane):
+        raise InvalidArgumentError(f"plane is {plane!r} and channel is {channel!r}: give one of them, or both alike")
+    return plane, plane
+
+
+def _agreed_channel(channel: str, membership: Welcome) -> str:
+    """Return the channel, of those that this worker wants, by which the group's plane goes."""
+    if not membership.demanded or membership.plane == DIRECT:
+        return channel
+    if channel not in ("auto", membership.plane):
+        raise DisagreementError(
+            f"channel is {channel!r}, and the plane of group {membership.group!r} is {membership.plane!r}, because "
+            f"{membership.plane_reason}: leave the channel out, or demand the same"
+        )
+    return membership.plane
 
 
 def _check_seconds(what: str, value: float, above: float | None = None) -> None:

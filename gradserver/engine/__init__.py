@@ -31,6 +31,7 @@ from gradserver.engine.reports import Violation
 from gradserver.protocol.limits import CREDIT_BYTES
 from gradserver.protocol.messages import Inquire, Push, Taken
 from gradserver.protocol.messages.recovery import Held, Holding
+from gradserver.protocol.planes import AUTO
 
 
 class Engine:
@@ -51,6 +52,7 @@ class Engine:
             that a founder of the group named.
         nonfinite: what becomes of gradients that are not finite; a group that was restored goes on as it began.
         quota: bytes of the journal that members of one group may fill in an hour, beside its rounds; 0 for no limit.
+        plane: the plane that all groups are to go by (`gradserver.protocol.offers`); "auto" for any.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class Engine:
         round_timeout: float | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
         quota: int = 0,
+        plane: str = AUTO,
     ) -> None:
         told = worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout, nonfinite
-        self.control = Control(Registry(*told, quota))
+        self.control = Control(Registry(*told, quota, plane))
         self.data = Data()
 
     def handle(self, event: Event, now: float) -> list[Command]:

@@ -54,12 +54,12 @@ class Effects:
         """Send a message on a connection."""
         self.commands.append(make(Send, (connection, message, payloads)))
 
-    def announce(self, connection: int, message: Message) -> None:
+    def announce(self, connection: int, message: Message, payloads: Sequence[Buffer] = _NO_PAYLOADS) -> None:
         """Send a message in front of what the data half has sent when it obeyed the latest orders."""
         if self._obeyed_at < 0:
-            self.send(connection, message)
+            self.send(connection, message, payloads)
             return
-        self.commands.insert(self._obeyed_at, Send(connection, message, _NO_PAYLOADS))
+        self.commands.insert(self._obeyed_at, Send(connection, message, payloads))
         self._obeyed_at += 1
 
     def dismiss(self, connection: int, error: GradServerError) -> None:

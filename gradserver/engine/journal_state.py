@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
 from gradserver.engine.data_records import Claim, Data
@@ -11,6 +12,7 @@ from gradserver.engine.declared import Kind
 from gradserver.engine.lease_table import Positions
 from gradserver.engine.records import (
     Boundary,
+    Chosen,
     Closed,
     Cut,
     Durable,
@@ -24,8 +26,10 @@ from gradserver.engine.records import (
     Spent,
     Start,
     Stragglers,
+    Told,
 )
 from gradserver.protocol.limits import MAX_ENDED_GROUPS
+from gradserver.protocol.offers import Offer
 
 K = TypeVar("K", bound=Kind)
 
@@ -58,6 +62,7 @@ class GroupState:
         epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
         cuts: decisions that a round goes on without late members, the latest, of durable groups.
         positions: which samples are used, and by which members.
+        offers: what members can do, by member id.
     """
 
     def __init__(self, founded: Dated) -> None:
@@ -66,6 +71,9 @@ class GroupState:
         self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
         self.positions = Positions()
         self._leased: Dated | None = None
+        self.offers: dict[int, Offer] = {}
+        self._chosen: dict[int, Dated] = {}
+        """Choices of the plane, by epoch: of the one in force and of later ones."""
 
     def latest(self, kind: type[K]) -> K | None:
         """Return the latest record of a kind."""
@@ -109,6 +117,29 @@ class GroupState:
         elif type(record) in _SEVERAL and self.is_durable:
             self.cuts.append(dated)
 
+    def take_choice(self, dated: Dated, chosen: Chosen) -> None:
+        """Take the next choice of the plane, and what members have told."""
+        self._chosen[chosen.epoch] = dated
+        self.offers |= dict(chosen.offers)
+        known = self.chosen(min(self.epochs, default=0))
+        self._chosen = {epoch: one for epoch, one in self._chosen.items() if known is None or epoch >= known.epoch}
+
+    def chosen(self, epoch: int) -> Chosen | None:
+        """Return the choice of the plane that is in force in an epoch; None if none was written."""
+        known = max((one for one in self._chosen if one <= epoch), default=-1)
+        found = self._chosen[known].record if known >= 0 else None
+        return found if isinstance(found, Chosen) else None
+
+    def _choices(self) -> Iterable[Dated]:
+        """Yield the choices that matter to the memberships, the first with what members of these can do."""
+        there = {member_id for dated in self.epochs.values() for member_id in _members(dated.record)}
+        told = tuple(Told(member_id, self.offers[member_id]) for member_id in sorted(there & self.offers.keys()))
+        for epoch in sorted({one.epoch for one in map(self.chosen, self.epochs) if one is not None}):
+            clock, chosen = self._chosen[epoch]
+            assert isinstance(chosen, Chosen)
+            yield Dated(clock, replace(chosen, offers=told))
+            told = ()
+
     def _forget_cuts_behind(self, number: int) -> None:
         """Forget decisions about rounds behind ``number``, which are made anew when that has been made anew."""
         while self.cuts and isinstance(last := self.cuts[-1].record, Cut) and last.round > number:
@@ -118,10 +149,15 @@ class GroupState:
         """Yield the records that are to be restated of it, in an order in which they can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
+        yield from self._choices()
         yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)
         yield from self.cuts
         for state in self.positions.states(name):
             yield Dated(0.0 if self._leased is None else self._leased.clock, state)
+
+
+def _members(record: Kind) -> Iterable[int]:
+    return dict(record.members) if isinstance(record, Epoch) else ()
 
 
 class JournalState:
@@ -156,6 +192,8 @@ class JournalState:
                 self.groups[group] = GroupState(dated)
             case Closed(group):
                 self.groups.pop(group, None)
+            case Chosen(group) if group in self.groups:
+                self.groups[group].take_choice(dated, record)
             case _ if (group := record.of_group) in self.groups:
                 self.groups[group].apply(dated)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import msgpack
 
@@ -25,6 +25,7 @@ from gradserver.engine.declared import CODES, KINDS, Field, Kind, kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
+from gradserver.protocol.declared import nested, several
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.fields import Count, EncodedPlan, Flag, Ranks
 from gradserver.protocol.limits import (
@@ -41,6 +42,7 @@ from gradserver.protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
+from gradserver.protocol.offers import OneOffer, PlaneName
 
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""
@@ -411,6 +413,29 @@ class Stragglers(Kind):
 
     group: Name
     keeps: Flag
+
+
+class Told(NamedTuple):
+    """The offer of the member with this id, as it said when it joined."""
+
+    member_id: Annotated[int, Field(_rank)]
+    offer: OneOffer
+
+
+@kind(20)
+@dataclass(frozen=True, slots=True)
+class Chosen(Kind):
+    """From ``epoch`` on gradients travel on ``plane``, for this ``reason``, which may be that it is ``demanded``.
+
+    ``offers`` are those of members of which no record tells yet.
+    """
+
+    group: Name
+    epoch: Count
+    plane: PlaneName
+    reason: Text
+    demanded: Flag
+    offers: Annotated[tuple[Told, ...], several(nested(Told), MAX_WORLD_SIZE)] = ()
 
 
 # ── bytes ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
+from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import Fact, facts, integer
-from gradserver.protocol.declared import Field
+from gradserver.protocol.declared import BESIDE, Field
 from gradserver.protocol.errors import ERRORS, GradServerError
 from gradserver.protocol.exchange import ExchangeKey
 from gradserver.protocol.fields import AnyRank, Count, Flag, OptionalKey, Ranks, Rates, Seconds, Text, Texts, Token
 from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_TEXT, MAX_WORLD_SIZE
 from gradserver.protocol.message_family import MessageKind, Payloads, message
+from gradserver.protocol.offers import UNTOLD, Offer, OneOffer, PlaneName, unpack_offers
+from gradserver.protocol.planes import TCP
 
 # ── joining ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -29,6 +33,7 @@ class Join(MessageKind):
         world_size: how many workers the group must have, or 0 for the coordinator's number.
         timeout: seconds that this worker waits for the group to be complete; and for an exchange, if the
             coordinator has no limit for that.
+        offer: what this worker can do.
     """
 
     group: Text
@@ -36,9 +41,10 @@ class Join(MessageKind):
     rank: AnyRank
     world_size: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))]
     timeout: Seconds
+    offer: OneOffer = UNTOLD
 
 
-@message(2)
+@message(2, Payloads.optional(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
 class Welcome(MessageKind):
     """The answer that the group is complete.
@@ -61,6 +67,10 @@ class Welcome(MessageKind):
         timeout: seconds that an exchange waits for a member that is alive.
         nonfinite: the policy for gradients that are not finite: "halt", "leave-out", "skip" or "propagate".
         needs_all: true if the group ends when any member is lost.
+        plane: the way of the gradients (`gradserver.protocol.offers`).
+        plane_reason: why it is that one, as a part of a sentence.
+        demanded: true if a worker or the coordinator demands that plane.
+        offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
     group: Text
@@ -80,6 +90,14 @@ class Welcome(MessageKind):
     timeout: Seconds = 0.0
     nonfinite: Text = "halt"
     needs_all: Flag = False
+    plane: PlaneName = TCP
+    plane_reason: Text = ""
+    demanded: Flag = False
+    offers: Annotated[tuple[Offer, ...], BESIDE] = ()
+
+    def with_offers(self, payloads: Sequence[Buffer]) -> Self:
+        """Return the message with the offers that came in its payload."""
+        return replace(self, offers=unpack_offers(payloads)) if payloads else self
 
 
 # ── connections, and liveness ─────────────────────────────────────────────────────────────────────────

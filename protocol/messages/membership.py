@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
-from gradserver.protocol.declared import nested, several
+from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.declared import BESIDE, nested, several
 from gradserver.protocol.fields import Count, Flag, Rank, Ranks, Text, Texts
-from gradserver.protocol.limits import MAX_LIST
-from gradserver.protocol.message_family import MessageKind, message
+from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST
+from gradserver.protocol.message_family import MessageKind, Payloads, message
+from gradserver.protocol.offers import Offer, PlaneName, unpack_offers
+from gradserver.protocol.planes import TCP
 
 
-@message(21)
+@message(21, Payloads.optional(MAX_FRAME_BYTES))
 @dataclass(frozen=True, slots=True)
 class Membership(MessageKind):
     """Membership of a group, from ``epoch`` on.
@@ -29,6 +33,9 @@ class Membership(MessageKind):
             they are not there until that round is over. It may still be in collectives that were called before they
             came.
         round: the round that they came with.
+        plane: the way of the gradients in this epoch (`gradserver.protocol.offers`).
+        plane_reason: why it is that one, as a part of a sentence.
+        offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
     epoch: Count
@@ -38,18 +45,25 @@ class Membership(MessageKind):
     lost: Flag
     entering: Ranks = ()
     round: Count = 0
+    plane: PlaneName = TCP
+    plane_reason: Text = ""
+    offers: Annotated[tuple[Offer, ...], BESIDE] = ()
+
+    def with_offers(self, payloads: Sequence[Buffer]) -> Self:
+        """Return the message with the offers that came in its payload."""
+        return replace(self, offers=unpack_offers(payloads)) if payloads else self
 
     def behind(self, number: int) -> Membership:
         """Return the membership for a member that has ended round ``number``, and not the next one."""
         if not self.entering or number >= self.round:
             return self
-        there = [
-            (member_id, name)
-            for member_id, name in zip(self.member_ids, self.names, strict=True)
-            if member_id not in self.entering
-        ]
-        member_ids, names = zip(*there, strict=True) if there else ((), ())
-        return replace(self, member_ids=member_ids, names=names)
+        there = [rank for rank, member_id in enumerate(self.member_ids) if member_id not in self.entering]
+        return replace(
+            self,
+            member_ids=tuple(self.member_ids[rank] for rank in there),
+            names=tuple(self.names[rank] for rank in there),
+            offers=tuple(self.offers[rank] for rank in there) if self.offers else (),
+        )
 
 
 class Transfer(NamedTuple):

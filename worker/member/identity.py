@@ -60,7 +60,8 @@ class Identity:
         before = self.membership
         new = set(news.member_ids).difference(() if self.stage is Stage.ENTERED else before.member_ids)
         rank = news.member_ids.index(before.member_ids[before.rank])
-        self.welcome = replace(before, rank=rank, epoch=epoch, names=news.names, member_ids=news.member_ids)
+        there = replace(before, rank=rank, epoch=epoch, names=news.names, member_ids=news.member_ids)
+        self.welcome = replace(there, plane=news.plane, plane_reason=news.plane_reason, offers=news.offers)
         self.go_on_as(Stage.MEMBER)
         return new
 
@@ -69,6 +70,7 @@ class Identity:
         member_ids, rank = self.membership.member_ids, self.membership.rank
         if member_ids[rank] not in news.member_ids or len(news.names) != len(news.member_ids):
             raise MalformedMessageError(f"a Membership of members {news.member_ids[:16]} for {len(news.names)} names")
+        _check_offers(news)
 
     def note_not_finite(self, waiter: Waiter, result: Result) -> None:
         """Note for ``waiter`` that some members gave what is not finite to the slices of ``result``."""
@@ -85,11 +87,19 @@ class Identity:
         return UsageError(f"this worker {self.stage.value}: it can {what} when that round is over")
 
 
+def _check_offers(message: Membership | Welcome) -> None:
+    """Raise MalformedMessageError if there are offers, and not one for each name."""
+    if message.offers and len(message.offers) != len(message.names):
+        kind = type(message).__name__
+        raise MalformedMessageError(f"a {kind} with {len(message.offers)} offers for {len(message.names)} names")
+
+
 def check_welcome(message: Welcome) -> None:
     """Raise MalformedMessageError if ``message`` contradicts itself."""
     if not 0 <= message.rank < len(message.names):
         raise MalformedMessageError(f"a Welcome as rank {message.rank} of {len(message.names)}")
     if len(message.member_ids) != len(message.names):
         raise MalformedMessageError(f"a Welcome with {len(message.member_ids)} member ids for {len(message.names)}")
+    _check_offers(message)
     if message.shards and (len(message.rates) != len(message.shards) + 1 or not any(message.rates)):
         raise MalformedMessageError(f"a Welcome with {len(message.shards) + 1} data shards, and rates {message.rates}")

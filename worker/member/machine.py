@@ -76,9 +76,9 @@ class Member:
         """Take what the coordinator says, but for results and recoveries."""
         match message:
             case Welcome():
-                self.welcomed(message)
+                self.welcomed(message.with_offers(payloads))
             case Membership():
-                self.membership_told(message)
+                self.membership_told(message.with_offers(payloads))
             case RoundDone():
                 self.round_done(message)
             case Entered(number):

@@ -55,6 +55,7 @@ def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> 
         token = (group.token(member_id) if group.is_durable else entropy()) if group.shards else ""
         learner = Learner(applicant.connection, applicant.join, token, applicant.since)
         group.learners.admit(member_id, learner)
+        group.planes.take(member_id, applicant.join.offer)
         group.configure(effects, member_id=member_id)
         effects.log(f"group {group.name!r}: {group.call(member_id)} joins in round {group.rounds.number}")
 

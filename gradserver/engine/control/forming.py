@@ -16,6 +16,7 @@ from gradserver.engine.order_fields import Member
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.limits import MAX_NAME_BYTES
 from gradserver.protocol.messages import Join
+from gradserver.protocol.offers import pack_offers
 
 _NOBODY = Member(-1, "")
 
@@ -120,16 +121,20 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
     """Make members of all applicants, open the group at all data halves, and welcome every member."""
     founders = _choose_members(registry, group, effects)
     order = registry.opening(group, founders, group.shards.tokens)
+    is_told = group.choose_plane()
     journal.founded(group, effects)
+    payloads = pack_offers(group.planes.offers_of(group.members.by_id))
     for place in range(len(group.shards.connections)):
         group.shards.order_one(place, replace(order, shard=place + 1), effects)
     for place, member in group.members.by_id.items():
         token = group.shards.tokens[place] if group.shards.tokens else ""
         welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
-        effects.send(member.connection, welcome)
+        effects.send(member.connection, welcome, payloads)
     count, shards = len(group.members.by_id), f", {len(order.rates)} data shards" if order.rates else ""
     workers = "1 worker" if count == 1 else f"{count} workers"
     effects.log(f"group {group.name!r}: complete with {workers}, epoch {group.members.epoch}{shards}")
+    if is_told:
+        group.log_plane(effects)
     effects.order(order)
 
 
@@ -151,6 +156,8 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
         place: Member(one.connection, name) for name, (place, one) in zip(names, chosen.items(), strict=True)
     }
     group.members.found(chosen_members, registry.next_epoch())
+    for place, one in chosen.items():
+        group.planes.take(place, one.join.offer)
     group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
     group.applicants.leave_all()
     if registry.incarnation:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Final
 
 from gradserver.engine.control.group import Applicant, Group
+from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.names import check_name
+from gradserver.engine.control.planes import Candidate
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.policy import Policy
 from gradserver.protocol.errors import (
@@ -18,10 +20,18 @@ from gradserver.protocol.errors import (
     JoinTimeoutError,
     LimitExceededError,
 )
-from gradserver.protocol.limits import MAX_GROUPS, MAX_HEADER_BYTES, MAX_NAME_BYTES, MAX_SHARDS, MAX_TOKEN, MAX_URL
+from gradserver.protocol.limits import (
+    MAX_GROUPS,
+    MAX_HEADER_BYTES,
+    MAX_NAME_BYTES,
+    MAX_PLANE_REASON,
+    MAX_SHARDS,
+    MAX_TOKEN,
+    MAX_URL,
+)
 from gradserver.protocol.messages import Join
 
-_BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12)
+_BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12) + MAX_PLANE_REASON + 16
 """Bytes of a Welcome that are not names, at most."""
 
 
@@ -46,7 +56,8 @@ def new_group(registry: Registry, join: Join) -> Group:
     policy = told or Policy.of(join.world_size, join.group)
     if len(registry.groups) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-    return Group(join.group, policy, registry.quotas.account(join.group), registry.nonfinite)
+    account, planes = registry.quotas.account(join.group), Planes(registry.plane)
+    return Group(join.group, policy, account, registry.nonfinite, planes=planes)
 
 
 def _suits(join: Join, policy: Policy) -> bool:
@@ -85,6 +96,8 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
                 f"rank {join.rank} of group {group.name!r} is taken by {applicant.join.name!r}, "
                 f"which has waited for {now - applicant.since:.1f} s"
             )
+    new = Candidate(join.name, join.offer)
+    group.planes.check(group.name, group.candidates_beside(join.name), new, group.leaves_late)
 
 
 def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:

@@ -50,6 +50,8 @@ def members(group: Group, reason: str, effects: Effects) -> None:
     _first(group, Epoch(group.name, group.members.epoch, group.rounds.number, there, reason), effects)
     if group.entering:
         entered(group, effects)
+    if (chosen := group.planes.news(group.name, group.members.epoch, group.members.by_id)) is not None:
+        _first(group, chosen, effects)
 
 
 def entered(group: Group, effects: Effects) -> None:

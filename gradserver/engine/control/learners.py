@@ -26,6 +26,7 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.messages import Enter, Entered, Failure, Ready, Scope, Serve, StateFailed, Transfer
+from gradserver.protocol.offers import pack_offers
 from gradserver.protocol.plan import Plan, first_difference
 
 # ── what they say and are told ────────────────────────────────────────────────────────────────────────
@@ -35,7 +36,8 @@ def welcome(group: Group, member_id: int, credit: int, incarnation: int, effects
     """Welcome a learner that all shards know."""
     learner = group.learners.by_id.get(member_id)
     if learner is not None and happens(learner, Event.KNOWN).next is not None:
-        effects.send(learner.connection, welcome_to(group, member_id, learner.token, credit, incarnation))
+        message = welcome_to(group, member_id, learner.token, credit, incarnation)
+        effects.send(learner.connection, message, pack_offers(message.offers))
 
 
 def propose(group: Group, member_id: int, plan: Plan, beside: bool, now: float, effects: Effects) -> None:

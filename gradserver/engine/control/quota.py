@@ -3,7 +3,7 @@
     record                                       counted
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
     Group, Durable, Handling, Stragglers, Epoch, whole
-    Entered, Plan, Halt, Closed, Reset
+    Entered, Chosen, Plan, Halt, Closed, Reset
     Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each member concerned
     Round, Boundary, Cut                         not at all
 

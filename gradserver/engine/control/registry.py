@@ -16,6 +16,7 @@ from gradserver.engine.orders import CloseGroup, OpenGroup
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
+from gradserver.protocol.planes import AUTO
 
 
 class Registry:
@@ -34,6 +35,7 @@ class Registry:
         round_timeout: seconds that an exchange waits for a member that is alive; None for the members' own timeout.
         nonfinite: what becomes of gradients that are not finite, in groups that are founded here.
         quota: bytes of the journal that members of one group may fill in an hour; 0 for no limit.
+        plane: the plane that all groups are to go by; "auto" for any.
 
     Attributes:
         groups: by name.
@@ -56,6 +58,7 @@ class Registry:
         round_timeout: float | None = None,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
         quota: int = 0,
+        plane: str = AUTO,
     ) -> None:
         if credit < MIN_CREDIT_BYTES:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
@@ -66,6 +69,7 @@ class Registry:
         self.roster = Roster(entropy, rate, access)
         self.access = access
         self.nonfinite = nonfinite
+        self.plane = plane
         self.credit = credit
         self.incarnation = incarnation
         self.runs = runs

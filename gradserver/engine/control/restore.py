@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.planes import Planes
+from gradserver.engine.control.planes import Choice
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
@@ -114,8 +116,9 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
     group.sessions.detach_all(
         group.members.by_id, max(group.sessions.away.values(), default=now + group.policy.reconnect)
     )
+    group.choose_plane()
     journal.members(group, what, effects)
-    group.members.recall(group.members.membership(what, False, group.early))
+    group.members.recall(group.membership(what, False))
 
 
 def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
@@ -149,8 +152,9 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     handling = found.latest(Handling)
     names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
-    group = Group(name, policy, registry.quotas.account(name), nonfinite)
+    group = Group(name, policy, registry.quotas.account(name), nonfinite, planes=Planes(registry.plane))
     group.members.restore(names, dict(latest.members), latest.epoch)
+    group.planes.restore(found.offers, _choice(found, latest.epoch))
     group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
@@ -178,9 +182,17 @@ def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> Non
     for epoch in epochs:
         present = dict(sorted(epoch.members))  # none, if the last one has left the group to a learner
         news = Membership(epoch.epoch, (*present,), (*present.values(),), epoch.reason, True, *_early(epoch, entered))
-        group.members.recall(news)
+        choice = _choice(found, epoch.epoch)
+        offers = group.planes.offers_of(present)
+        group.members.recall(replace(news, plane=choice.plane, plane_reason=choice.reason, offers=offers))
     if (halt := found.latest(Halt)) is not None:
         group.be_broken(ERRORS.get(halt.error, GradServerError)(halt.reason))
+
+
+def _choice(found: GroupState, epoch: int) -> Choice:
+    """Give the plane of an epoch. An earlier version wrote none."""
+    chosen = found.chosen(epoch)
+    return Choice() if chosen is None else Choice(chosen.plane, chosen.reason, chosen.demanded)
 
 
 def _close_again(group: Group, found: GroupState) -> None:

@@ -27,6 +27,7 @@ from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.limits import KEPT_BYTES, MIB, MIN_SLICE_COST, SLICE_BYTES, TOLD_BYTES
 from gradserver.protocol.messages import RoundDone
+from gradserver.protocol.offers import pack_offers
 
 
 def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
@@ -113,9 +114,10 @@ def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) 
     """
     change = group.configuration.next_change()
     if (news := change.news) is not None:  # a member that has joined since then was not in that membership
+        payloads = pack_offers(news.offers)
         for member_id, member in group.members.by_id.items():
             if member_id in news.member_ids:
-                effects.announce(member.connection, news)
+                effects.announce(member.connection, news, payloads)
     learners.welcome(group, change.member_id, credit, incarnation, effects)
 
 

@@ -32,6 +32,7 @@ from gradserver.engine.orders import Attach, Detach
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.messages.recovery import Resume, Resumed
+from gradserver.protocol.offers import pack_offers
 
 _LOOK_SECONDS = 0.25
 """Time between two looks at whether the process of a member that should be back still runs."""
@@ -173,7 +174,7 @@ def resume(registry: Registry, group: Group, message: Resume, connection: int, n
         effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
     for news in group.members.news:  # it never heard of those before it had entered, and is to hear of pending ones
         if member_id in news.member_ids and news.epoch > message.epoch and not group.configuration.is_pending(news):
-            effects.send(connection, news)
+            effects.send(connection, news, pack_offers(news.offers))
     if message.serves:
         group.learners.add_donor(member_id)
     group.plans.note_known(member_id, message.plan)

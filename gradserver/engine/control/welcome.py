@@ -20,13 +20,16 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
     A worker that is not a member yet gets the ids, names and rank that are to be.
     """
     joins = member_id not in group.members.by_id
-    present = sorted({*group.members.identities.present, member_id})
+    present, names = sorted({*group.members.identities.present, member_id}), group.members.identities.names
+    choice = group.planes.choice
+    if joins:
+        choice = group.planes.best_for({one: names[one] for one in present}, group.leaves_late)
     return Welcome(
         group.name,
         present.index(member_id),
         group.members.epoch,
         credit,
-        names=tuple(group.members.identities.names[other] for other in present),
+        names=tuple(names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,
         token=group.token(member_id) if group.is_durable else token,
@@ -39,4 +42,8 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         timeout=group.round_timeout,
         nonfinite=str(group.nonfinite),
         needs_all=group.policy.needs_all,
+        plane=choice.plane,
+        plane_reason=choice.reason,
+        demanded=choice.demanded,
+        offers=group.planes.offers_of(present),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
@@ -15,12 +15,14 @@ from gradserver.engine.control.group.configuration import Configuration
 from gradserver.engine.control.group.learners import Learners, Stage
 from gradserver.engine.control.group.leases import Leases
 from gradserver.engine.control.group.members import Members
+from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.group.plans import Plans
 from gradserver.engine.control.group.recovery import Recovery
 from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
 from gradserver.engine.control.group.turns import Turns
+from gradserver.engine.control.planes import Candidate
 from gradserver.engine.control.quota import Account
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure, Member, Newcomer
@@ -30,6 +32,7 @@ from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_TOKEN, MAX_UNWRITTEN_ROUNDS
 from gradserver.protocol.messages import Membership
+from gradserver.protocol.offers import summary
 from gradserver.protocol.shards import Table
 
 _SHOWN: Final = ("round", "weights", "opened", "completed", "last", "cut")
@@ -81,6 +84,7 @@ class Group:
     learners: Learners = field(default_factory=Learners)
     rounds: Rounds = field(default_factory=Rounds)
     plans: Plans = field(default_factory=Plans)
+    planes: Planes = field(default_factory=Planes)
     sessions: Sessions = field(default_factory=Sessions)
     recovery: Recovery = field(default_factory=Recovery)
     shards: DataShards = field(init=False)
@@ -175,7 +179,39 @@ class Group:
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
         """Return the news of the present membership, which is a new one, and log it."""
         effects.log(f"group {self.name!r}: {what}, epoch {self.members.epoch}", warning=lost)
-        return self.members.membership(what, lost, self.early)
+        if self.choose_plane():
+            self.log_plane(effects)
+        return self.membership(what, lost)
+
+    def membership(self, what: str, lost: bool) -> Membership:
+        """Return the news of the present membership."""
+        choice, offers = self.planes.choice, self.planes.offers_of(self.members.identities.present)
+        news = self.members.membership(what, lost, self.early)
+        return replace(news, plane=choice.plane, plane_reason=choice.reason, offers=offers)
+
+    def choose_plane(self) -> bool:
+        """Choose the plane of the present membership. Return True if it is another one than before."""
+        names = self.members.identities.names
+        present = {member_id: names[member_id] for member_id in self.members.identities.present}
+        return self.planes.choose(present, self.leaves_late)
+
+    def log_plane(self, effects: Effects) -> None:
+        """Log the plane, the reason, and what it goes by."""
+        offers = self.planes.offers_of(self.members.identities.present)
+        effects.log(f"group {self.name!r}: plane {self.planes.choice}; devices: {summary(offers)}")
+
+    def candidates_beside(self, name: str) -> list[Candidate]:
+        """Return the workers by which the plane is chosen, but for an earlier one with ``name``, which is back."""
+        names, inside = self.members.identities.names, {**self.members.by_id, **self.learners.by_id}
+        beside = [member_id for member_id in inside if names[member_id] != name]
+        here = [Candidate(names[member_id], self.planes.offer_of(member_id)) for member_id in beside]
+        joins = [one.join for one in (*self.applicants.waiting, *self.learners.queue)]
+        return here + [Candidate(join.name, join.offer) for join in joins]
+
+    @property
+    def leaves_late(self) -> bool:
+        """True if rounds are closed without late members."""
+        return self.policy.lateness is not None
 
     # ── members and learners ──────────────────────────────────────────────────────────────────────────
 
@@ -294,6 +330,7 @@ class Group:
     def describe(self, now: float) -> dict[str, object]:
         """Return the group as plain JSON values. Ages are in seconds."""
         policy, plan, identities = self.policy, self.plans.plan, self.members.identities
+        choice = self.planes.choice
         applicants = [*self.applicants.waiting, *self.learners.queue]
         waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
         return {
@@ -302,6 +339,7 @@ class Group:
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,
             "round": self.rounds.number,
+            "plane": {"name": choice.plane, "reason": choice.reason},
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
                 # "seat" is the member id: a name in JSON stays as it is

@@ -1,0 +1,76 @@
+"""The plane of a group, and what its members and learners offer.
+
+`gradserver.engine.control.planes` chooses the plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradserver.engine.control.planes import Candidate, Choice, check, choose
+from gradserver.engine.records import Chosen, Told
+from gradserver.protocol.offers import UNTOLD, Offer
+from gradserver.protocol.planes import AUTO
+
+
+@dataclass(slots=True)
+class Planes:
+    """Plane of one group.
+
+    Attributes:
+        demanded: the plane that the coordinator demands; "auto" if it demands none.
+        offers: what members and learners can do, by member id.
+        choice: the plane in force.
+        written: the choice that the journal has.
+        unwritten: members and learners with offers that the journal has not.
+    """
+
+    demanded: str = AUTO
+    offers: dict[int, Offer] = field(default_factory=dict)
+    choice: Choice = field(default_factory=Choice)
+    written: Choice = field(default_factory=Choice)
+    unwritten: set[int] = field(default_factory=set)
+
+    def take(self, member_id: int, offer: Offer) -> None:
+        """Take what a worker offers that has got ``member_id``."""
+        if self.offer_of(member_id) != offer:
+            self.unwritten.add(member_id)
+        self.offers[member_id] = offer
+
+    def restore(self, offers: Mapping[int, Offer], choice: Choice) -> None:
+        """Go on with what an earlier coordinator has written."""
+        self.offers = dict(offers)
+        self.choice = self.written = choice
+
+    def offers_of(self, member_ids: Iterable[int]) -> tuple[Offer, ...]:
+        """Return what these members offer, in this order; nothing if none of them has told."""
+        offers = tuple(self.offer_of(member_id) for member_id in member_ids)
+        return offers if any(offer != UNTOLD for offer in offers) else ()
+
+    def offer_of(self, member_id: int) -> Offer:
+        """Return what a member or a learner offers."""
+        return self.offers.get(member_id, UNTOLD)
+
+    def best_for(self, names: Mapping[int, str], leaves_late: bool) -> Choice:
+        """Return the plane for the workers with these ids and names."""
+        workers = [Candidate(name, self.offer_of(member_id)) for member_id, name in names.items()]
+        return choose(workers, leaves_late, self.demanded)
+
+    def choose(self, names: Mapping[int, str], leaves_late: bool) -> bool:
+        """Choose the plane of a membership. Return True if it is another than before."""
+        before, self.choice = self.choice, self.best_for(names, leaves_late)
+        return self.choice != before
+
+    def check(self, group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool) -> None:
+        """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""
+        check(group, others, new, leaves_late, self.demanded)
+
+    def news(self, group: str, epoch: int, present: Iterable[int]) -> Chosen | None:
+        """Return the record of what is to be written of members that are ``present``; None if there is nothing."""
+        new = sorted(self.unwritten.intersection(present))
+        if not new and self.choice == self.written:
+            return None
+        self.unwritten.difference_update(new)
+        self.written = self.choice
+        return Chosen(group, epoch, *self.choice, tuple(Told(member_id, self.offers[member_id]) for member_id in new))

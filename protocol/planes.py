@@ -1,0 +1,23 @@
+"""Names of the planes: the ways of a group's gradients.
+
+A group has one plane at a time. The coordinator chooses it (`gradserver.engine.control.planes`), and tells it with each
+membership. On `TCP`, `SHM` and `IN_PROCESS` gradients go to the coordinator, over the channel of each worker. On
+`DIRECT` they go from worker to worker, in a process group of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+TCP: Final = "tcp"
+SHM: Final = "shm"
+IN_PROCESS: Final = "in_process"
+DIRECT: Final = "direct"
+CHANNELS: Final = (TCP, SHM, IN_PROCESS)
+"""Planes of the coordinator, the farthest first."""
+PLANES: Final = (*CHANNELS, DIRECT)
+AUTO: Final = "auto"
+"""In place of a plane: any, as the coordinator chooses."""
+WISHES: Final = (AUTO, *PLANES)
+NCCL: Final = "nccl"
+GLOO: Final = "gloo"
