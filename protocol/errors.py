@@ -19,7 +19,8 @@ GradServerError
 │   ├── CollectiveMismatchError
 │   ├── AbandonedError            between a data shard and a worker: a member went on without this exchange
 │   ├── DivergedError             replicas that must hold the same weights do not
-│   └── MembershipChangedError    the membership of the group changed during this call: call it again
+│   ├── MembershipChangedError    the membership of the group changed during this call: call it again
+│   └── RoundVoidError            members could not reduce a round among themselves: it goes over the coordinator
 ├── PeerError                     another worker's
 │   ├── WorkerLostError           it died, or its connection broke
 │   ├── WorkerLeftError           it left politely, but was still needed
@@ -168,6 +169,10 @@ class MembershipChangedError(DisagreementError):
     """
 
     epoch: int = 0
+
+
+class RoundVoidError(DisagreementError):
+    """A round that members reduced among themselves does not count. Its gradients go over the coordinator instead."""
 
 
 class PeerError(GradServerError):

@@ -96,6 +96,11 @@ class Kind(IntEnum):
     GATHER = 6
     SCATTER = 7
     ALL_TO_ALL = 8
+    COMMIT = 9
+    """A reduction of gradients among the members: all of one membership say that they have the result.
+
+    It is done when every member has said so. Otherwise it is void, for all members alike.
+    """
 
 
 class Op(IntEnum):
@@ -338,8 +343,8 @@ DIVIDED: Final = PORTIONED | {Kind.REDUCE_SCATTER}
 ROOTED: Final = frozenset({Kind.BROADCAST, Kind.GATHER, Kind.SCATTER})
 """Kinds with bytes from one rank, or to one."""
 
-WORLD_BOUND: Final = JOINED | DIVIDED
-"""Kinds that depend on the number of participants, and on their order."""
+WORLD_BOUND: Final = JOINED | DIVIDED | {Kind.COMMIT}
+"""Kinds that depend on the number of participants and on their order, or that need all of them."""
 
 PERSONAL: Final = DIVIDED | {Kind.GATHER}
 """Kinds with different bytes for different ranks: no other member can pass on a result that one lacks."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from math import prod
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from gradserver.protocol.limits import (
     MAX_FRAME_BYTES,
     MAX_NUMEL,
     MAX_TEXT,
+    SLICE_BYTES,
 )
 
 
@@ -50,6 +51,7 @@ class Bucket:
         components: its parts, in order. May be empty: such a bucket is never sent.
         op: how contributions become one; gradients are averaged.
         codec: how elements travel; None if none was chosen, which is without loss.
+        kind: ALL_REDUCE, or COMMIT for the only bucket of a section, if gradients travel among the members.
     """
 
     key: str
@@ -57,6 +59,7 @@ class Bucket:
     components: tuple[Component, ...]
     op: Op = Op.MEAN
     codec: Codec | None = None
+    kind: Kind = Kind.ALL_REDUCE
 
     @cached_property
     def numel(self) -> int:
@@ -71,7 +74,7 @@ class Bucket:
     @cached_property
     def operation(self) -> Operation:
         """The exchange that this bucket takes part in every round."""
-        return Operation(Kind.ALL_REDUCE, self.op, self.dtype, self.numel, codec=self.codec or EXACT)
+        return Operation(self.kind, self.op, self.dtype, self.numel, codec=self.codec or EXACT)
 
     def component_at(self, element: int) -> Component:
         """Return the component that ``element`` (an index into the flat buffer) belongs to."""
@@ -139,9 +142,23 @@ class Plan:
             if bucket.op in (Op.NONE, Op.FRAMED):
                 raise InvalidArgumentError(f"bucket {bucket.key!r} says no way to combine contributions")
             check_reducible(bucket.op, bucket.dtype)
-            check_codec(Kind.ALL_REDUCE, bucket.op, bucket.dtype, bucket.codec or EXACT)
+            check_codec(bucket.kind, bucket.op, bucket.dtype, bucket.codec or EXACT)
             if bucket.numel > MAX_NUMEL:
                 raise InvalidArgumentError(f"bucket {bucket.key!r} has {bucket.numel} elements, more than {MAX_NUMEL}")
+        for section in self.each:
+            self._check_kinds(section)
+
+    def _check_kinds(self, section: Section) -> None:
+        """Check that a commit is alone in its section and not cut: one data half alone decides what becomes of it."""
+        for bucket in self.buckets[section.first : section.first + section.size]:
+            if bucket.kind not in (Kind.ALL_REDUCE, Kind.COMMIT):
+                raise InvalidArgumentError(f"bucket {bucket.key!r} is a {bucket.kind.name.lower()}: no bucket is that")
+            is_cut = bucket.numel * bucket.dtype.itemsize > SLICE_BYTES
+            if bucket.kind is Kind.COMMIT and (section.size > 1 or is_cut):
+                raise InvalidArgumentError(
+                    f"bucket {bucket.key!r} is a commit of {bucket.numel} elements, with {section.size - 1} others in "
+                    f"its section: it has to be alone, and of {SLICE_BYTES} bytes at most"
+                )
 
     def _check_sections(self) -> None:
         taken: set[int] = set()
@@ -226,55 +243,9 @@ class Plan:
         return f"{count} bucket{'s' * (count != 1)}" + (modules or f", {size_text(self.nbytes)} a round")
 
 
-def extend(plan: Plan | None, since: int, new: Plan, dropped: Collection[int] = (), now: int = 0) -> Plan:
-    """Add a section with the buckets of ``new`` to ``plan``. The others keep the numbers of their buckets.
-
-    Args:
-        plan: what is exchanged so far; None for nothing.
-        since: the first round of ``plan``, if it does not say so itself.
-        new: the buckets that are added. They take the place of dropped ones, if there is enough room in a row.
-        dropped: the numbers of sections that are not exchanged any more.
-        now: the first round in which ``new`` can be exchanged.
-
-    Raises:
-        InvalidArgumentError: together they have more buckets or parameters than a plan may have.
-    """
-    if plan is None:
-        return new
-    before = plan.sections or (plan.each[0]._replace(since=since),)
-    kept = [section for section in before if section.number not in dropped]
-    buckets = list(plan.buckets)
-    for section in before:
-        if section.number in dropped:
-            buckets[section.first : section.first + section.size] = [VACANT] * section.size
-    taken = {part for section in kept for part in section.parts}
-    count, end = len(new.buckets), max(taken, default=-1) + 1
-    first = next((f for f in range(end) if taken.isdisjoint(range(f, f + count))), end)
-    buckets[end:] = [VACANT] * (max(first + count, end) - end)
-    buckets[first : first + count] = new.buckets
-    return Plan(tuple(buckets), (*kept, Section(before[-1].number + 1, now, first, count)))
-
-
-def first_difference(one: Plan, other: Plan) -> tuple[str, str] | None:
-    """Return the first place where two plans differ, as each side has it; None when they are equal."""
-    for mine, theirs in zip_longest(_rows(one), _rows(other)):
-        if mine != theirs:
-            return mine or "nothing (its plan ends before)", theirs or "nothing (its plan ends before)"
-    return None
-
-
-def _rows(plan: Plan) -> Iterator[str]:
-    for bucket in plan.buckets:
-        for component in bucket.components:
-            shape = "×".join(map(str, component.shape)) or "scalar"
-            yield f"{component.name} ({shape}, {bucket.dtype.name}, {bucket.op.name.lower()}) in bucket {bucket.key!r}"
-        codec = f" as {bucket.codec.name}" if bucket.codec else ""
-        yield f"the end of bucket {bucket.key!r} ({bucket.dtype.name}, {bucket.op.name.lower()}{codec})"
-
-
 # The encoding is flat, little-endian columns: reading it allocates in proportion to its length, and
 # nothing in it names a size that is not checked against what is there.
-#   u32 buckets, then per bucket: text key, u8 dtype, u8 op, u8 codec, u32 its parameter, u32 components,
+#   u32 buckets, then per bucket: text key, u8 kind, u8 dtype, u8 op, u8 codec, u32 its parameter, u32 components,
 #     then per component: text name, u8 dimensions, u64 each;   text: u16 length, UTF-8
 #   and if it says which are its sections: u32 sections, then per section: u64 number, u64 since, u32 first, u32 size
 
@@ -283,8 +254,8 @@ def _encode(plan: Plan) -> bytes:
     out = bytearray(struct.pack("<I", len(plan.buckets)))
     for bucket in plan.buckets:
         codec = bucket.codec or EXACT
-        columns = (bucket.dtype.code, bucket.op, codec.code, codec.parameter, len(bucket.components))
-        out += _text(bucket.key) + struct.pack("<BBBII", *columns)
+        columns = (bucket.kind, bucket.dtype.code, bucket.op, codec.code, codec.parameter, len(bucket.components))
+        out += _text(bucket.key) + struct.pack("<BBBBII", *columns)
         for component in bucket.components:
             shape = component.shape
             if len(shape) > MAX_DIMENSIONS:
@@ -381,10 +352,10 @@ def _read_sections(reader: _Reader) -> tuple[Section, ...]:
 
 def _read_bucket(reader: _Reader) -> Bucket:
     key = reader.text()
-    dtype, op, code, parameter, count = reader.unpack("<BBBII")
+    kind, dtype, op, code, parameter, count = reader.unpack("<BBBBII")
     components = tuple(_read_component(reader) for _ in range(reader.component_count(count)))
     codec = codec_from(code, parameter)
-    return Bucket(key, BY_CODE[dtype], components, Op(op), None if codec is EXACT else codec)
+    return Bucket(key, BY_CODE[dtype], components, Op(op), None if codec is EXACT else codec, Kind(kind))
 
 
 def _read_component(reader: _Reader) -> Component:

@@ -46,7 +46,8 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.plan import Plan, extend, simple_plan
+from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.plan_changes import extend
 from gradserver.protocol.shards import share_of
 from tests import receivers
 

@@ -23,7 +23,8 @@ from gradserver.protocol.errors import (
     UnsupportedOperationError,
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of, operation_of
-from gradserver.protocol.plan import Plan, decode_plan, first_difference, simple_plan
+from gradserver.protocol.plan import Plan, decode_plan, simple_plan
+from gradserver.protocol.plan_changes import first_difference
 from gradserver.protocol.plan_codecs import with_codec, with_named_codecs
 from gradserver.reducer import reduce
 from gradserver.worker.client import Worker

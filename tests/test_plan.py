@@ -28,7 +28,8 @@ from gradserver.protocol.limits import (
     MAX_TEXT,
     MIB,
 )
-from gradserver.protocol.plan import Bucket, Component, Plan, decode_plan, first_difference, simple_plan
+from gradserver.protocol.plan import Bucket, Component, Plan, decode_plan, simple_plan
+from gradserver.protocol.plan_changes import first_difference
 
 BFLOAT16 = BY_NAME["bfloat16"]
 FLOATING = [dtype for dtype in BY_CODE.values() if dtype.kind == "f"]
@@ -182,16 +183,18 @@ HEAD = struct.pack("<I", 1) + struct.pack("<H", 1) + b"b"
         (struct.pack("<I", MAX_BUCKETS + 1), LimitExceededError, "16385 buckets"),
         (struct.pack("<I", MAX_BUCKETS), MalformedMessageError, "cut off"),
         (struct.pack("<IH", 1, MAX_TEXT + 1), LimitExceededError, "name of 4097 bytes"),
-        (HEAD + struct.pack("<BBBII", 0, 1, 0, 0, MAX_COMPONENTS + 1), LimitExceededError, "65537 parameters"),
-        (HEAD + struct.pack("<BBBII", 0, 1, 0, 0, MAX_COMPONENTS), MalformedMessageError, "cut off"),
-        (HEAD + struct.pack("<BBBIIHB", 0, 1, 0, 0, 1, 0, 65), LimitExceededError, "65 dimensions"),
-        (HEAD + struct.pack("<BBBII", 99, 1, 0, 0, 0), MalformedMessageError, "no valid plan"),
-        (HEAD + struct.pack("<BBBII", 0, 99, 0, 0, 0), MalformedMessageError, "no valid plan"),
-        (HEAD + struct.pack("<BBBII", 0, 0, 0, 0, 0), MalformedMessageError, "says no way"),
-        (HEAD + struct.pack("<BBBII", 7, 1, 0, 0, 0), MalformedMessageError, "mean of int32"),
-        (HEAD + struct.pack("<BBBII", 0, 1, 99, 0, 0), MalformedMessageError, "no codec 99"),
-        (HEAD + struct.pack("<BBBII", 0, 2, 1, 0, 0), MalformedMessageError, "only the mean of float32 can"),
-        (HEAD + struct.pack("<BBBIIHBQ", 0, 1, 0, 0, 1, 0, 1, MAX_NUMEL + 1), MalformedMessageError, "more than"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, MAX_COMPONENTS + 1), LimitExceededError, "65537 parameters"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, MAX_COMPONENTS), MalformedMessageError, "cut off"),
+        (HEAD + struct.pack("<BBBBIIHB", 0, 0, 1, 0, 0, 1, 0, 65), LimitExceededError, "65 dimensions"),
+        (HEAD + struct.pack("<BBBBII", 99, 0, 1, 0, 0, 0), MalformedMessageError, "no valid plan"),
+        (HEAD + struct.pack("<BBBBII", 1, 0, 1, 0, 0, 0), MalformedMessageError, "no bucket is that"),
+        (HEAD + struct.pack("<BBBBII", 0, 99, 1, 0, 0, 0), MalformedMessageError, "no valid plan"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 99, 0, 0, 0), MalformedMessageError, "no valid plan"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 0, 0, 0, 0), MalformedMessageError, "says no way"),
+        (HEAD + struct.pack("<BBBBII", 0, 7, 1, 0, 0, 0), MalformedMessageError, "mean of int32"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 1, 99, 0, 0), MalformedMessageError, "no codec 99"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 2, 1, 0, 0), MalformedMessageError, "only the mean of float32 can"),
+        (HEAD + struct.pack("<BBBBIIHBQ", 0, 0, 1, 0, 0, 1, 0, 1, MAX_NUMEL + 1), MalformedMessageError, "more than"),
         (struct.pack("<I", 0), MalformedMessageError, "1 to 16384 buckets"),
     ],
 )
@@ -202,7 +205,7 @@ def test_bad_bytes_are_told_apart(data: bytes, kind: type[ProtocolError], messag
 
 @pytest.mark.parametrize("count", [MAX_BUCKETS, MAX_COMPONENTS, 0xFFFFFFFF])
 def test_a_declared_count_takes_no_memory(count: int) -> None:
-    lies = [struct.pack("<I", count), HEAD + struct.pack("<BBBII", 0, 1, 0, 0, count)]
+    lies = [struct.pack("<I", count), HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, count)]
     tracemalloc.start()
     try:
         for lie in lies:

@@ -369,7 +369,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], True, 1.0, False, None)], "expected an integer from 0 to .*, got True"),
         ([header(5, [3, 0, 0], 0, 1.0, False, None)], "expected an integer from 0 to 2, got 3"),
         ([header(5, [0, 0], 0, 1.0, False, None)], "expected an exchange's key, got list of length 2"),
-        ([header(5, [0, 0, 0], 0, 1.0, False, [9, 0, 0, 0, 0])], "no operation"),
+        ([header(5, [0, 0, 0], 0, 1.0, False, [10, 0, 0, 0, 0])], "no operation"),
         ([header(5, [0, 0, 0], 0, 1.0, False, [0, 0, 99, 0, 0])], "no operation"),
         ([header(5, [0, 0, 0], 0, 1.0, False, [0, [], {}, 0, 0])], "no operation"),
         ([header(5, [0, 0, 0], 0, 1.0, False, [0, 0, 0, MAX_NUMEL + 1, 0])], "expected an integer|no operation"),

@@ -18,7 +18,8 @@ from gradserver.protocol.errors import (
     MembershipChangedError,
     OutOfStepError,
 )
-from gradserver.protocol.messages import Enter, Membership, Opened, Transfer
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
+from gradserver.protocol.messages import Enter, Membership, Opened, Push, Transfer
 from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
@@ -62,13 +63,8 @@ class Boundaries:
             self._donor.give()
         plan = member.rounds.plan
         assert plan is not None
-        if not self._pushed:
-            with traffic.mutex:
-                traffic.check_open()
-                member.begin_round(index)
-                effects = member.effects.take() if member.effects.pending else None
-            if effects is not None:
-                traffic.carry_out(effects)
+        if not self._pushed and not member.rounds.is_direct:
+            self._begin_round(index)
         operation = plan.buckets[index].operation
         with traffic.mutex:
             traffic.check_open()
@@ -86,6 +82,46 @@ class Boundaries:
         if not member.is_read_by_the_caller(operation):
             traffic.channel.watch(member.idle)
         return handle
+
+    def _begin_round(self, index: int) -> None:
+        traffic, member = self._traffic, self._member
+        with traffic.mutex:
+            traffic.check_open()
+            member.begin_round(index)
+            effects = member.effects.take() if member.effects.pending else None
+        if effects is not None:
+            traffic.carry_out(effects)
+
+    # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
+
+    def begin_direct(self, index: int, watch: Handle) -> GradServerError | None:
+        """Begin a round with the commit ``index``; return why it is void already, if it is.
+
+        The handle ``watch`` is done when the coordinator says that the round is void, or the membership ends.
+        """
+        traffic, member = self._traffic, self._member
+        if member.donor.due:
+            self._donor.give()
+        self._begin_round(index)
+        with traffic.mutex:
+            traffic.check_open()
+            why = member.rounds.begin_direct(index, watch)
+        traffic.channel.watch(member.idle)  # the word comes while this thread waits for a reduction
+        return why
+
+    def refuse(self, index: int) -> None:
+        """Say that this worker could not reduce the present round with the others: its commit ``index`` is void."""
+        rounds, exchanges = self._member.rounds, self._member.exchanges
+        assert rounds.plan is not None
+        key = ExchangeKey(BUCKET, rounds.number, index)
+        shard = exchanges.table.share(key, rounds.plan.buckets[index].operation).shard_of(0)
+        with suppress(ClosedError, ConnectionError):  # the next push will report it
+            self._traffic.channel.send(Push(key, 0, 0.0, False), (), shard)
+
+    def begin_again(self) -> None:
+        """Begin the present round again, in a section that the coordinator reduces: it was void."""
+        with self._traffic.mutex:
+            self._member.rounds.begin_again()
 
     # ── the end of a round ────────────────────────────────────────────────────────────────────────────
 

@@ -40,10 +40,14 @@ class Agreed(MessageKind):
 @message(42)
 @dataclass(frozen=True, slots=True)
 class Opens(MessageKind):
-    """The message that this member is about to exchange ``section`` in ``round``, if a plan has several sections."""
+    """The message that this member is about to exchange ``section`` in ``round``, if a plan has several sections.
+
+    When a round is void, it begins again with another section: each ``attempt`` takes the place of those before it.
+    """
 
     round: Stated
     section: Count
+    attempt: Count = 0
 
 
 @message(43)

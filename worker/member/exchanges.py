@@ -13,7 +13,7 @@ import numpy as np
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Feedback
-from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError
+from gradserver.protocol.errors import AbandonedError, GradServerError, MembershipChangedError, RoundVoidError
 from gradserver.protocol.exchange import (
     BUCKET,
     COLLECTIVE,
@@ -321,7 +321,7 @@ class Exchanges:
             reason = verdict or error
         elif isinstance(error, AbandonedError):
             reason = error.when_nothing_failed()
-        if self.inventory is not None and not is_state(key):
+        if self.inventory is not None and not is_state(key) and not isinstance(error, RoundVoidError):
             again = isinstance(reason, MembershipChangedError)
             self.inventory.retained.failed(key, again, any(one.held for one in self.shards))
         if done:

@@ -109,6 +109,8 @@ class Member:
         error = failure.exception()
         match failure.scope:
             case Scope.EXCHANGE if failure.key is not None:
+                if (waiting := self.rounds.commit_failed(failure.key, error)) is not None:
+                    self.effects.complete(waiting, error)
                 self.exchanges.fail(failure.key, error, shard)
             case Scope.PROPOSAL if (proposal := self.plans.open) is not None:
                 self.effects.complete(proposal.waiter, error)
@@ -212,7 +214,8 @@ class Member:
         assert plan is not None
         if plan.is_shared and self.identity.stage is not Stage.OBSERVING:
             self.turns.begins(plan, index)
-        self.leases.begin_round(len(self.exchanges.shards) > 1)
+        if not self.rounds.attempt:
+            self.leases.begin_round(len(self.exchanges.shards) > 1)
 
     def enter_round(self, index: int) -> ExchangeKey:
         """Check that bucket ``index`` may be pushed, and give its exchange."""
@@ -333,7 +336,7 @@ class Member:
             return False
         if identity.stage is Stage.JOINING and self.learner.transfer is not None:
             return False
-        return not identity.membership.late and not self.exchanges.is_busy
+        return not identity.membership.late and not self.rounds.is_direct and not self.exchanges.is_busy
 
     def again(self) -> list[Said]:
         """Give what is said again on a new connection: what the others have yet to agree with, and what is asked."""
@@ -349,7 +352,7 @@ class Member:
         waiting = [] if proposal is None else [proposal.waiter]
         waiting += [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
         waiting += [*self.attachment.give_up(), *self.inquiries.give_up()]
-        return [*waiting, *self.turns.give_up(), *self.leases.give_up()]
+        return [*waiting, *self.turns.give_up(), *self.leases.give_up(), *self.rounds.give_up()]
 
     def gives_state(self, transfer: Transfer) -> bool:
         """Return true if this member is to send the state of ``transfer``, false if it is to take it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.protocol.errors import OutOfStepError
+from gradserver.protocol.errors import GradServerError, OutOfStepError
+from gradserver.protocol.exchange import BUCKET, ExchangeKey, Kind
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.effects import Log
@@ -23,6 +24,7 @@ class Rounds:
         pushed: what waits for each bucket that was pushed in this round. It stays the same object.
         open: the buckets that are exchanged in the present round, from its first push on.
         weight: of this worker in the present round.
+        attempt: how often the present round was void, and begun again.
         announced: memberships and ends of rounds that the coordinator told of.
         skipped: true if the last round that is over must not be applied, as gradients of a member were not finite.
         left_out: true if gradients of this worker in it were not finite.
@@ -34,10 +36,15 @@ class Rounds:
         self.pushed: Final[dict[int, Waiter]] = {}
         self.open = NO_BUCKETS
         self.weight = 0.0
+        self.attempt = 0
         self.announced = Announced()
         self.skipped = self.left_out = False
         self._identity = identity
         self._left_out_rounds = 0
+        self._direct: Waiter | None = None
+        """Waiter for word that the present round is void, while members reduce it among themselves."""
+        self._void: tuple[ExchangeKey, GradServerError] | None = None
+        """The latest commit that this member was told is void, and why."""
 
     def check_push(self, index: int) -> None:
         """Raise OutOfStepError if bucket ``index`` cannot be pushed now."""
@@ -58,6 +65,47 @@ class Rounds:
         assert self.plan is not None
         self.open = self.plan.section_of(index).parts
 
+    # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
+
+    @property
+    def is_direct(self) -> bool:
+        """True if members reduce the present round among themselves."""
+        return self._direct is not None
+
+    def begin_direct(self, index: int, waiter: Waiter) -> GradServerError | None:
+        """Reduce the present round with the others; give why bucket ``index``, its commit, is void, if it is already.
+
+        The ``waiter`` is done when the commit fails, or the membership ends.
+        """
+        self._direct = waiter
+        key = ExchangeKey(BUCKET, self.number, index)
+        return self._void[1] if self._void is not None and self._void[0] == key else None
+
+    def commit_failed(self, key: ExchangeKey, error: GradServerError) -> Waiter | None:
+        """Take the coordinator's word that a commit fails; give what waits for that."""
+        is_commit = key.stream == BUCKET and self.plan is not None and not self.plan.is_vacant(key.part)
+        if not is_commit or self.plan is None or self.plan.buckets[key.part].kind is not Kind.COMMIT:
+            return None
+        if key.number >= self.number:
+            self._void = key, error
+        return self._direct if key.number == self.number and self._direct is not None and self._direct._open else None
+
+    def begin_again(self) -> None:
+        """Begin the present round again, with another section: it was void."""
+        self._end_attempt()
+        self.attempt += 1
+
+    def _end_attempt(self) -> None:
+        self.pushed.clear()
+        self.open, self._direct = NO_BUCKETS, None
+
+    def give_up(self) -> list[Waiter]:
+        """Give the handle that waits for word of a round, which will not come."""
+        waiting, self._direct = self._direct, None
+        return [waiting] if waiting is not None and waiting._open else []
+
+    # ── any round ─────────────────────────────────────────────────────────────────────────────────────
+
     def take(self, index: int, waiter: Waiter, weight: float) -> None:
         """Note that bucket ``index`` was pushed."""
         self.pushed[index], self.weight = waiter, weight
@@ -68,8 +116,8 @@ class Rounds:
 
     def finish(self) -> None:
         """Go on to the next round."""
-        self.pushed.clear()
-        self.open = NO_BUCKETS
+        self._end_attempt()
+        self.attempt = 0
         self.number += 1
 
     def go_on_from(self, number: int) -> None:
@@ -101,5 +149,5 @@ class Rounds:
 
     def go_by(self, plan: Plan, first: int) -> None:
         """Go by ``plan`` from round ``first`` on."""
-        self.plan, self.number, self.open = plan, first, NO_BUCKETS
-        self.pushed.clear()
+        self.plan, self.number, self.attempt = plan, first, 0
+        self._end_attempt()

@@ -28,7 +28,7 @@ class Turns:
         """Say, before the push of bucket ``part``, that a round begins with it."""
         section = plan.section_of(part)
         if any(plan.buckets[each].numel for each in section.parts):
-            self._say(Opens(self._rounds.number, section.number))
+            self._say(Opens(self._rounds.number, section.number, self._rounds.attempt))
 
     def steps(self, updated: int, dropped: int) -> None:
         """Say that this worker's job updates models; or none, at the top of its loop."""

@@ -27,7 +27,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.messages import Enter, Entered, Failure, Ready, Scope, Serve, StateFailed, Transfer
 from gradserver.protocol.offers import pack_offers
-from gradserver.protocol.plan import Plan, first_difference
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.plan_changes import first_difference
 
 # ── what they say and are told ────────────────────────────────────────────────────────────────────────
 

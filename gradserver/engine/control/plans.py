@@ -23,7 +23,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Propose, Scope
-from gradserver.protocol.plan import Plan, decode_plan, extend, first_difference
+from gradserver.protocol.plan import Plan, decode_plan
+from gradserver.protocol.plan_changes import extend, first_difference
 
 _HOW: Final = {False: "a plan in place of all others", True: "a plan beside those that there are"}
 

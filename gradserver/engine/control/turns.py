@@ -5,6 +5,8 @@
     Opens, the first of a round                    members that follow are told which section it is: Opened
     Opens of the same section                      nothing
     Opens of another section                       the group halts: OutOfStepError at all, which names both
+    … with a later attempt                         the round is of that section: it was void
+    … with an earlier attempt                      nothing: its member has yet to hear that
     Steps, the first with that index               members that follow are told which models are updated, or that the
                                                    others are at the top of their loop: Opened
     Steps of the same models                       nothing
@@ -60,7 +62,7 @@ def _opens(group: Group, turn: Turn, member_id: int, message: Opens) -> None:
     if plan is None or plan.section(message.section) is None:
         raise UnexpectedMessageError(f"section {message.section} from {group.call(member_id)} is in no plan")
     opens, opener = turn.open(message, member_id)
-    if opens.section == message.section:
+    if opens.section == message.section or opens.attempt > message.attempt:
         return
     names = {one.number: place for place, one in enumerate(plan.each, 1)}
     one, other = sorted([(member_id, message.section), (opener, opens.section)])

@@ -147,7 +147,7 @@ class Group:
 
     def share(self, key: ExchangeKey, operation: Operation) -> tuple[Layout, int, int]:
         """Return the layout of an exchange, and the slices that this shard has to do with."""
-        if self.learners.first_rounds and operation.kind in WORLD_BOUND:
+        if self.learners.first_rounds and operation.kind in WORLD_BOUND and key.stream != BUCKET:
             layout, bounds = share_of(operation, len(self.participants(key)), self.table.rates)
         else:
             layout, bounds = self.table.share(key, operation)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradserver.engine.data import recovery
+from gradserver.engine.data import commits, recovery
 from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
@@ -168,6 +168,7 @@ class Data:
                 if exchange.pushed.get(member_id, 0) < exchange.stop:
                     fail(group, exchange, error, effects)
                 forget_if_over(group, exchange)
+        commits.broken(group, error, effects)
 
     # ── pushes ────────────────────────────────────────────────────────────────────────────────────────
 

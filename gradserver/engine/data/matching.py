@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradserver.engine.commands import make
+from gradserver.engine.data import commits
 from gradserver.engine.data.errors import abandoned, mismatch
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Run
 from gradserver.engine.data.failures import fail, forget_if_over, say_failed, tell
@@ -46,6 +47,7 @@ from gradserver.protocol.limits import MAX_TRANSFERS
 from gradserver.protocol.messages import Push
 
 _TRANSFER: Final = Kind.TRANSFER
+_COMMIT: Final = Kind.COMMIT
 _UNREDUCED: Final = frozenset({Op.NONE, Op.FRAMED})
 
 
@@ -68,6 +70,12 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
         for earlier in _take_number(group, member_id, key):
             fail(group, earlier, abandoned(group, earlier, member_id, key), effects)
         operation = _operation(group, member_id, push)
+        if operation.kind is _COMMIT and (exchange is None or exchange.failure is None):
+            if why := commits.why_void(group, member_id, key, push.epoch):
+                commits.void(group, key, why, effects)
+                return None
+        elif exchange is None and key.stream == BUCKET and group.rounds:
+            commits.give_way(group, key, effects)
         if exchange is None and (error := group.exchanges.failed_before.get(key)) is not None:
             say_failed(group, member_id, key, error, effects)
             return None
@@ -210,7 +218,7 @@ def open_exchange(
     if group.stragglers.closed and key.stream == BUCKET:
         late = tuple(member_id for member_id in participants if group.stragglers.is_closed(member_id, key))
         participants = tuple(member_id for member_id in participants if member_id not in late)
-    halted = group.halted or (group.buckets_halted if key.stream == BUCKET else None)
+    halted = group.halted or (group.buckets_halted if is_bucket else None)
     departed = group.members.departed
     failure = halted or next((departed[member_id] for member_id in departed if member_id in participants), None)
     exchange = Exchange(
@@ -285,6 +293,8 @@ def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None
         raise UnexpectedMessageError(f"no exchange has the key {tuple(key)}")
     if transfer != (operation.kind is _TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
+    if operation.kind is _COMMIT and key.stream != BUCKET:
+        raise UnexpectedMessageError(f"{operation} ends a round, and is no collective: no worker calls it")
     if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
         raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
     if operation.kind in ROOTED and not 0 <= operation.root < world:

@@ -39,8 +39,9 @@ Anything else is as in `gradserver.engine.data.half`, with the table that this o
 
 from __future__ import annotations
 
+from gradserver.engine.data import commits
 from gradserver.engine.data.completion import complete
-from gradserver.engine.data.exchange import Exchange, Piece
+from gradserver.engine.data.exchange import NO_LAYOUT, Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.quorum import note_what_counted
@@ -49,9 +50,7 @@ from gradserver.engine.order_fields import NEVER, Departure, Newcomer
 from gradserver.engine.orders import Configure
 from gradserver.engine.reports import Absent
 from gradserver.protocol.errors import GradServerError, MembershipChangedError
-from gradserver.protocol.exchange import BUCKET, ROOTED, WORLD_BOUND, ExchangeKey, Kind, Layout, Operation
-
-_NOTHING = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
+from gradserver.protocol.exchange import BUCKET, ROOTED, WORLD_BOUND, ExchangeKey, Kind, Operation
 
 
 def configure(group: Group, order: Configure, now: float, effects: Effects) -> None:
@@ -128,6 +127,7 @@ def _depart(group: Group, departure: Departure, epoch: int, now: float, effects:
         note_what_counted(group, number, current, member_id)
     group.follow_members()
     group.stragglers.pace.forget(member_id)
+    commits.departed(group, effects)
     for exchange in list(group.exchanges.values()):
         if member_id not in exchange.participants:
             exchange.withdraw(member_id)
@@ -183,7 +183,7 @@ def outdated(
     if not gone and not is_outdated(group, key, operation, epoch):
         return None
     error = changed(group, key, operation)
-    exchange = Exchange(key, operation, _NOTHING, 0, 1, participants, member_id, now, now, 0, failure=error)
+    exchange = Exchange(key, operation, NO_LAYOUT, 0, 1, participants, member_id, now, now, 0, failure=error)
     group.exchanges.keep_failed(exchange)
     return exchange
 

@@ -18,8 +18,11 @@ class Turn:
     """Updates before it, each with the member that said it first."""
 
     def open(self, message: Opens, member_id: int) -> tuple[Opens, int]:
-        """Note which module the round is of, if no member has said so. Return what was said first, and the member."""
-        if self.opens is None:
+        """Note which section the round is of, if no member has said so of this attempt or a later one.
+
+        Return what was said first of the latest attempt, and the member.
+        """
+        if self.opens is None or self.opens.attempt < message.attempt:
             self.opens, self.opener = message, member_id
         return self.opens, self.opener
 
