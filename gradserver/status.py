@@ -163,15 +163,7 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["plan"]:
         buckets, size = counted(group["plan"]["buckets"], "bucket"), size_text(group["plan"]["bytes"])
         lines.append(f"  plan: {buckets}, {size} a round")
-    flights = group.get("outstanding", [])
-    last = (group["last_round"] or {}).get("last", -1)
-    columns = ["rank", "worker", "in flight", "last round", "member"]
-    rows = []
-    for member in group["members"]:
-        member_id = member.get("seat", member["rank"])
-        flight, waited = f"{flights[member_id] / 1e6:.1f} MB", "came last" if member_id == last else ""
-        rows.append([member["rank"], member["name"], flight, waited, member_id])
-    lines += table(columns, rows) if elastic else table(columns[:-1], [row[:-1] for row in rows])
+    lines += [*_plane(group["plane"]), *_members(group)]
     for exchange in group.get("open", []):
         lines.append(
             f"  open for {exchange['age']:.1f} s: {exchange['what']}; missing: {', '.join(exchange['missing'])}"
@@ -183,6 +175,32 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
+
+
+def _plane(plane: dict[str, Any]) -> list[str]:
+    """Render how the gradients travel, and why; nothing if no worker has told what it can do."""
+    if not plane["reason"]:
+        return []
+    return [f"  plane: {plane['name']}, because {plane['reason']}", f"  devices: {plane['devices']}"]
+
+
+def _members(group: dict[str, Any]) -> list[str]:
+    """Render the members. Columns that would say the same of all of them are left out."""
+    flights, last = group.get("outstanding", []), (group["last_round"] or {}).get("last", -1)
+    found: dict[str, list[object]] = {name: [] for name in ("rank", "worker", "in flight", "last round")}
+    for member in group["members"]:
+        member_id = member.get("seat", member["rank"])
+        cells = [member["rank"], member["name"], f"{flights[member_id] / 1e6:.1f} MB"]
+        for column, cell in zip(found.values(), [*cells, "came last" if member_id == last else ""], strict=True):
+            column.append(cell)
+    devices = [member["device"]["name"] if member["device"] else "CPU" for member in group["members"]]
+    if any(member["device"] for member in group["members"]):
+        found["device"] = devices
+    if len({member["channel"] for member in group["members"]}) > 1:
+        found["channel"] = [member["channel"] for member in group["members"]]
+    if group.get("elastic"):
+        found["member"] = [member.get("seat", member["rank"]) for member in group["members"]]
+    return table(list(found), list(zip(*found.values(), strict=True)))
 
 
 def _duration(seconds: float) -> str:

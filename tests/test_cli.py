@@ -22,8 +22,10 @@ from gradserver.engine.control.access import Access
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import JoinRefusedError, WorkerLostError
 from gradserver.protocol.messages import Ping, Status
+from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.wire import encode
+from gradserver.status import fetch
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, joined, together, wait_until
@@ -225,6 +227,29 @@ def test_status_shows_missing_workers_and_what_is_in_flight(capsys: pytest.Captu
     assert "round 1, 0.0 rounds/s" in text
 
 
+def test_status_shows_the_plane_its_reason_and_the_devices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device("NVIDIA H100", "GPU-1", 80 * 1024**3)
+    offers = [Offer(host="a", torch="2.11.0", devices=(device,), nccl="2.27.3"), Offer(host="b", torch="2.11.0")]
+    with coordinator() as server:
+        tasks = []
+        for rank, offer in enumerate(offers):
+            monkeypatch.setattr("gradserver.worker.connect.offer_of", lambda _, offer=offer: offer)
+            channel = ("tcp", "auto")[rank]
+            tasks.append(Task(connect, server.url, rank, 2, name=f"w{rank}", channel=channel))
+            wait_until(lambda: fetch(server.url)["groups"], "a worker has come")
+        workers = [task.result() for task in tasks]
+        text = status(capsys, server.url)
+        for worker in workers:
+            worker.close()
+
+    assert "  plane: tcp, because 'w1' has no CUDA device\n" in text
+    assert "  devices: 1 × NVIDIA H100 (80 GiB), 1 × CPU, heterogeneous, on 2 hosts\n" in text
+    assert re.search(r"rank +worker +in flight +last round +device +channel\n", text)
+    assert re.search(r"0 +w0 +0\.0 MB +NVIDIA H100 +tcp\n +1 +w1 +0\.0 MB +CPU +shm\n", text)
+
+
 def test_status_shows_what_broke_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server, joined(server.url, 2) as (zero, _):
         zero.abort("out of memory")
@@ -245,7 +270,8 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     group = snapshot["groups"]["mine"]
     assert snapshot["url"] == server.url
     assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
-    assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
+    places = [{name: member[name] for name in ("rank", "name", "seat", "channel")} for member in group["members"]]
+    assert places == [{"rank": rank, "name": f"w{rank}", "seat": rank, "channel": "shm"} for rank in range(2)]
     assert group["bytes_in"] == group["bytes_out"] == 2 * PLAN.nbytes
     assert group["last_round"]["weights"] == [1.0, 1.0]
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Pool
 from gradserver.protocol.messages import Enlist
+from gradserver.protocol.offers import Offer
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.transport import zeromq
 from gradserver.protocol.transport.numbers import GAP_SECONDS
@@ -356,7 +358,11 @@ def test_error_messages_are_the_real_ones() -> None:
         assert real.startswith(stem) if shown.endswith("…") else real == stem
 
 
-def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVER_CHANNEL", "tcp")
+    hosts = map(str, count())
+    told = Offer(torch="2.11.0", trouble="CUDA_VISIBLE_DEVICES hides all devices")
+    monkeypatch.setattr("gradserver.worker.connect.offer_of", lambda _: told._replace(host_id=next(hosts)))
     with coordinator() as server, box_and_spot(server.url, 20.0) as (box, spot):
         sizes = ((0, 64_000), (1, 16))
         together((box, spot), Worker.agree, plan(Component("head.weight", (1000, 64))))

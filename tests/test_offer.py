@@ -29,6 +29,11 @@ from tests.cluster import Daemon, Task, coordinator, joined, together, wait_unti
 GIB = 1024**3
 
 
+def identity(index: int) -> str:
+    """Return the UUID of a device, as torch tells it."""
+    return f"{index:08x}-8ff3-c2dc-3b0d-fafd804516ae"
+
+
 class Cuda(SimpleNamespace):
     """torch.cuda of a machine with some devices."""
 
@@ -50,7 +55,7 @@ class Cuda(SimpleNamespace):
     def get_device_properties(self, index: int) -> SimpleNamespace:
         if self.trouble is not None:
             raise self.trouble
-        return SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=f"GPU-{index}", total_memory=80 * GIB)
+        return SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=identity(index), total_memory=80 * GIB)
 
 
 def torch_with(cuda: Cuda, **other: Any) -> SimpleNamespace:
@@ -84,26 +89,34 @@ def offered(monkeypatch: pytest.MonkeyPatch, torch: Any, plane: str = "auto") ->
 def test_a_worker_with_devices_says_which_and_its_own_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = offered(monkeypatch, torch_with(Cuda(3, current=2)))
 
-    assert offer.devices == tuple(Device("NVIDIA H100 80GB HBM3", f"GPU-{index}", 80 * GIB) for index in (2, 0, 1))
+    assert offer.devices == tuple(
+        Device("NVIDIA H100 80GB HBM3", f"GPU-{identity(index)}", 80 * GIB) for index in (2, 0, 1)
+    )
     assert (offer.torch, offer.nccl, offer.backends) == ("2.11.0+cu128", "2.27.3", ("gloo", "nccl"))
     assert offer.trouble == ""
     assert offer.host
     assert offer.host_id
 
 
-@pytest.mark.parametrize(("place", "own"), [("1", "GPU-1"), ("5", "GPU-1"), ("", "GPU-0"), ("x", "GPU-0")])
+@pytest.mark.parametrize(("place", "own"), [("1", 1), ("5", 1), ("", 0), ("x", 0)])
 def test_before_a_device_is_set_the_place_on_the_host_tells_it(
-    place: str, own: str, monkeypatch: pytest.MonkeyPatch
+    place: str, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", place)
-    assert offered(monkeypatch, torch_with(Cuda(2))).devices[0].uuid == own
-    assert offered(monkeypatch, torch_with(Cuda(2, current=0))).devices[0].uuid == own
+    assert offered(monkeypatch, torch_with(Cuda(2))).devices[0].uuid == f"GPU-{identity(own)}"
+    assert offered(monkeypatch, torch_with(Cuda(2, current=0))).devices[0].uuid == f"GPU-{identity(own)}"
+
+
+def test_a_torch_that_does_not_tell_the_identity_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in ("\x81", None):
+        cuda, properties = Cuda(1), SimpleNamespace(name="T4", uuid=number, total_memory=GIB)
+        monkeypatch.setattr(cuda, "get_device_properties", lambda _, properties=properties: properties)
+        assert offered(monkeypatch, torch_with(cuda)).devices == (Device("T4", "", GIB),)
 
 
 def test_more_devices_than_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device.uuid for device in offered(monkeypatch, torch_with(Cuda(40, current=30))).devices[:2]] == [
-        "GPU-30",
-        "GPU-0",
+        f"GPU-{identity(index)}" for index in (30, 0)
     ]
 
 

@@ -22,6 +22,7 @@ from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.offers import Device, Offer, pack_offers, summary, unpack_offers
 from gradserver.protocol.planes import AUTO, DIRECT, PLANES
 from tests.engine_harness import SEATS, Harness
+from tests.plane_tables import PAGE, page
 from tests.test_restoring import FOUNDED, write
 from tests.test_state_dir import opened, round_record
 
@@ -103,6 +104,10 @@ def _of(obstacle: Any, offers: list[Offer]) -> str:
 
     text: str = obstacle.find(Case(workers(*offers), False))
     return obstacle.when if text else ""
+
+
+def test_the_page_shows_the_table() -> None:
+    assert PAGE.read_text("utf-8") == page(), "`python -m tests.plane_tables` writes it anew"
 
 
 def test_a_reason_is_cut_where_names_are_long() -> None:
@@ -320,7 +325,7 @@ def test_the_next_coordinator_tells_the_same_plane_of_the_same_epoch(tmp_path: P
         engine = Engine({"g": Policy(1, 2)}, incarnation=state.incarnation)
         engine.handle(Restored(state.restored), 0.0)
     group = engine.control.groups["g"]
-    assert engine.snapshot(0.0)["groups"]["g"]["plane"] == {"name": DIRECT, "reason": ONE_EACH}  # type: ignore[index]
+    assert engine.snapshot(0.0)["groups"]["g"]["plane"]["reason"] == ONE_EACH  # type: ignore[index]
 
     commands = engine.handle(Received(5, Resume("g", 0, group.token(0), 0, "")), 1.0)
 
@@ -340,7 +345,7 @@ def test_a_ledger_from_before_planes_is_read(tmp_path: Path) -> None:
     with opened(tmp_path) as state:
         engine = Engine({"g": 2}, incarnation=state.incarnation)
         engine.handle(Restored(state.restored), 0.0)
-    assert engine.snapshot(0.0)["groups"]["g"]["plane"] == {"name": "tcp", "reason": ""}  # type: ignore[index]
+    assert engine.snapshot(0.0)["groups"]["g"]["plane"]["reason"] == ""  # type: ignore[index]
 
 
 def test_what_is_restated_gives_the_same_choices() -> None:

@@ -28,6 +28,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from gradserver.protocol.messages import Join, Welcome
+from gradserver.protocol.offers import summary
 from gradserver.protocol.planes import AUTO, DIRECT, IN_PROCESS, SHM, TCP, WISHES
 from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
@@ -200,6 +201,10 @@ def join(wish: Wish) -> Worker:
         session.close("it could not join")
         raise
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
+    told = session.membership
+    if worker.rank == 0 and told.offers:
+        devices = summary(told.offers)
+        log.info("group %r: plane %s, because %s; devices: %s", told.group, told.plane, told.plane_reason, devices)
     if worker.name != wish.join.name:
         log.warning(
             "this worker is called %r: there is another %r in group %r. Give each worker a name of its own "

@@ -7,6 +7,7 @@ without torch. A driver that is broken makes a reason, and never an error.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import uuid
@@ -25,6 +26,7 @@ T = TypeVar("T")
 _LOCAL_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
+_UUID: Final = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 _NOT_IMPORTED: Final = "it was not imported before the worker joined"
 
 
@@ -125,7 +127,9 @@ def _own_device(torch: Any, count: int, environment: Mapping[str, str] = os.envi
 
 
 def _device(properties: Any) -> Device:
-    return Device(_label(properties.name), _label(str(getattr(properties, "uuid", ""))), int(properties.total_memory))
+    identity = _asked(lambda: str(properties.uuid), "")
+    found = _UUID.fullmatch(identity)  # torch 2.3 has none, and that of 2.4 is not text
+    return Device(_label(properties.name), f"GPU-{found[1]}" if found else "", int(properties.total_memory))
 
 
 def _driver() -> str:

@@ -13,6 +13,7 @@ from gradserver.engine.data_records import Data
 from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
+    Chosen,
     Closed,
     Cut,
     Durable,
@@ -102,6 +103,8 @@ class Story:
                 self.epoch = epoch
                 self.names.update(members)
                 self._note(clock, f"before round {number}: {plain(reason)}")
+            case Chosen(_, _, plane, reason):
+                self._note(clock, f"plane {plane}, because {plain(reason)}")
             case Plan():
                 self.plan = record
             case Durable():

@@ -134,6 +134,10 @@ class Member:
         if news.member_ids[0] == self.identity.member_id:  # one of them is to say it
             what = "group %r: %s", (self.identity.membership.group, news.reason)
             self.effects.add(Log(*what, bool(news.lost)))
+            before = self.identity.membership
+            if (news.plane, news.plane_reason) != (before.plane, before.plane_reason):
+                choice = before.group, news.epoch, news.plane, news.plane_reason
+                self.effects.add(Log("group %r: from epoch %d on the plane is %s, because %s", choice, False))
 
     def round_done(self, done: RoundDone) -> None:
         """Take note that a round is over for all."""

@@ -330,7 +330,6 @@ class Group:
     def describe(self, now: float) -> dict[str, object]:
         """Return the group as plain JSON values. Ages are in seconds."""
         policy, plan, identities = self.policy, self.plans.plan, self.members.identities
-        choice = self.planes.choice
         applicants = [*self.applicants.waiting, *self.learners.queue]
         waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
         return {
@@ -339,11 +338,12 @@ class Group:
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,
             "round": self.rounds.number,
-            "plane": {"name": choice.plane, "reason": choice.reason},
+            "plane": self.planes.describe(identities.present),
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
                 # "seat" is the member id: a name in JSON stays as it is
                 {"rank": identities.rank(member_id), "name": identities.names[member_id], "seat": member_id}
+                | self.planes.describe_offer(member_id)
                 for member_id in self.members.by_id
             ],
             "waiting": waiting,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gradserver.engine.control.planes import Candidate, Choice, check, choose
 from gradserver.engine.records import Chosen, Told
-from gradserver.protocol.offers import UNTOLD, Offer
+from gradserver.protocol.offers import UNTOLD, Offer, summary
 from gradserver.protocol.planes import AUTO
 
 
@@ -65,6 +65,22 @@ class Planes:
     def check(self, group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool) -> None:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""
         check(group, others, new, leaves_late, self.demanded)
+
+    def describe(self, present: Iterable[int]) -> dict[str, object]:
+        """Return the plane as plain JSON values."""
+        plane, reason, demanded = self.choice
+        offers = self.offers_of(present)
+        return {"name": plane, "reason": reason, "demanded": demanded, "devices": summary(offers) if offers else ""}
+
+    def describe_offer(self, member_id: int) -> dict[str, object]:
+        """Return what a member offers as plain JSON values."""
+        offer = self.offer_of(member_id)
+        device = offer.devices[0] if offer.devices else None
+        return {
+            **{name: getattr(offer, name) for name in ("channel", "host", "torch", "nccl", "driver")},
+            "device": None if device is None else device._asdict(),
+            "lacks": offer.trouble,
+        }
 
     def news(self, group: str, epoch: int, present: Iterable[int]) -> Chosen | None:
         """Return the record of what is to be written of members that are ``present``; None if there is nothing."""
