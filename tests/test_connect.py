@@ -27,11 +27,19 @@ from gradserver.worker.client import Worker
 from tests.cluster import Task, coordinator, joined, together, wait_until
 
 VARIABLES = ("GRADSERVER_URL", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+OTHERS = ("SLURM_STEP_NUM_TASKS", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+LAUNCHERS = [
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+]
+"""Variables of torchrun, Open MPI's mpirun, those of MPICH and Intel, and srun, in the order in which they count."""
 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in (*VARIABLES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -118,7 +126,7 @@ def test_worker_without_a_name_is_called_by_host_and_process(server: TcpServer) 
 # ── the environment ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")])
+@pytest.mark.parametrize(("rank", "world_size"), LAUNCHERS)
 def test_environment_says_what_was_not_given(
     server: TcpServer, monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str
 ) -> None:
@@ -140,8 +148,21 @@ def test_arguments_come_before_the_environment(server: TcpServer, monkeypatch: p
         assert (worker.rank, worker.world_size) == (0, 1)
 
 
-def test_torchruns_variables_come_before_slurms(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(VARIABLES[1:], ("0", "1", "9", "10"), strict=True):
+@pytest.mark.parametrize("first", range(len(LAUNCHERS)))
+def test_a_launcher_within_another_ones_job_comes_first(
+    server: TcpServer, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    for number, variables in enumerate(LAUNCHERS):
+        for name, value in zip(variables, ("0", "1") if number == first else ("9", "10"), strict=True):
+            if number >= first:
+                monkeypatch.setenv(name, value)
+
+    with connect(server.url) as worker:
+        assert (worker.rank, worker.world_size) == (0, 1)
+
+
+def test_a_step_of_a_slurm_job_may_have_fewer_tasks(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_STEP_NUM_TASKS", "1")):
         monkeypatch.setenv(name, value)
 
     with connect(server.url) as worker:

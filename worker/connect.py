@@ -51,9 +51,11 @@ _AGAIN_SECONDS = 0.1
 """Seconds between two attempts to join."""
 _ASKING_SECONDS = 0.5
 """Seconds that a listener which breaks a connection without a word may take to say what it is."""
-_LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
-_RANK_VARIABLES = ("RANK", "SLURM_PROCID")
-_WORLD_VARIABLES = ("WORLD_SIZE", "SLURM_NTASKS")
+# Of torchrun and `gradserver run`, Open MPI, MPICH and Intel MPI, Slurm. Processes of an mpirun within a Slurm job
+# inherit what Slurm tells the job's script, so Slurm's come last.
+_LOCAL_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
 def connect(
@@ -71,7 +73,8 @@ def connect(
     """Join a group, and wait until all of its workers have joined.
 
     Arguments that are not given come from the environment. ``url`` comes from GRADSERVER_URL. ``rank`` comes from
-    RANK or SLURM_PROCID. ``world_size`` comes from WORLD_SIZE or SLURM_NTASKS, as torchrun and Slurm set them.
+    RANK, and ``world_size`` from WORLD_SIZE, as `gradserver run` and torchrun set them. Otherwise they come from the
+    variables of mpirun (OMPI_COMM_WORLD_RANK and PMI_RANK, with their sizes) or srun (SLURM_PROCID, SLURM_NTASKS).
     ``channel`` comes from GRADSERVER_CHANNEL, and ``plane`` from GRADSERVER_PLANE. The coordinator assigns a rank that
     is given nowhere. It also decides a world size that is given nowhere.
 
@@ -89,8 +92,8 @@ def connect(
         world_size: number of workers that the group must have.
         group: name of the group. A coordinator serves many groups.
         name: name of this worker in messages. A group recognizes a worker that returns by its name. The
-            default is GRADSERVER_NAME, else the name of the host with LOCAL_RANK, SLURM_LOCALID or the process id. If
-            several workers have one name, all but the first get a number behind it, and a warning.
+            default is GRADSERVER_NAME, else the name of the host with LOCAL_RANK, its like of mpirun or srun, or the
+            process id. If several workers have one name, all but the first get a number behind it, and a warning.
         timeout: seconds to wait for the coordinator and the other workers. The coordinator decides how long a later
             exchange waits for a worker that is alive: ``gradserver serve --round-timeout``, 30 minutes by default.
         channel: path of the gradients to the coordinator. ``"shm"`` is memory shared with a coordinator on the same
