@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | status | ledger | demo | bench | chaos``."""
+"""The command line: ``gradserver serve | run | status | ledger | demo | bench | chaos``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     text = "run a coordinator"
     commands.add_parser("serve", help=text, description=serving.run.__doc__, fill=serving.add_arguments)
+    text = "start the workers of a training script, and a coordinator, on this machine or several"
+    commands.add_parser("run", help=text, fill=_add_run)
     commands.add_parser(
         "status", help="show the state of a running coordinator", description=_status.__doc__, fill=_add_status
     )
@@ -73,7 +75,17 @@ class _Command(argparse.ArgumentParser):
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
-        return super().parse_known_args(args, namespace)
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # here, where the command is known whose help has the right ones
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    from gradserver.tools.launch import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

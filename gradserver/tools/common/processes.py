@@ -31,7 +31,8 @@ class RunError(Exception):
 class Child:
     """Process ``prefix… python arguments…``. Its standard error goes to the file `log`.
 
-    It takes lines on its standard input, and prints lines. It gets the signal ``last`` when its parent has ended.
+    It takes lines on its standard input, and prints lines. It gets the signal ``last`` when its parent has ended. If it
+    ``keeps_log``, an earlier process's lines stay in the log.
 
     Attributes:
         lines: lines that it has printed and that were not taken yet.
@@ -46,6 +47,7 @@ class Child:
         log: Path,
         prefix: Sequence[str] = (),
         last: signal.Signals = signal.SIGTERM,
+        keeps_log: bool = False,
     ) -> None:
         self.name = name
         self.log = log
@@ -53,7 +55,7 @@ class Child:
         self.ended = False
         self._unread = b""
         # A signal during the fork would raise its exception in some module's fork hook, and be lost.
-        with log.open("wb") as errors, uninterrupted() as mask:
+        with log.open("ab" if keeps_log else "wb") as errors, uninterrupted() as mask:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [*prefix, sys.executable, "-P", *arguments],  # -P: the current folder must not be imported from
                 stdin=subprocess.PIPE,
@@ -61,7 +63,7 @@ class Child:
                 stderr=errors,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which ends its children in order
-                preexec_fn=partial(_before_exec, os.getpid(), mask, last),  # also where the parent is killed outright
+                preexec_fn=partial(before_exec, os.getpid(), mask, last),  # also where the parent is killed outright
             )
 
     @property
@@ -274,7 +276,7 @@ def uninterrupted() -> Iterator[set[int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
+def before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
     """Request, in the child, a ``last`` signal when the parent ends. It ends daemons after their run was killed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _LIBC.prctl(_SET_DEATH_SIGNAL, last)
