@@ -98,6 +98,8 @@ _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "python3": _files,
     "cp": _files,
     "sbatch": _files,
+    "srun": _files,
+    "mpirun": _files,
     "torchrun.sh": _files,
     "export": _anything,
     "echo": _anything,

@@ -52,8 +52,11 @@ def test_own_tests_of_a_trainer() -> None:
 
 
 def shown_in_the_readme() -> list[str]:
-    (shown,) = re.findall(r"^```text\n(epoch .*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    return str(shown).splitlines()
+    """Return what rank 0 prints, without what `gradserver run` puts in front."""
+    (shown,) = re.findall(
+        r"^```text\n(\[0\] epoch .*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    return [line.removeprefix("[0] ") for line in str(shown).splitlines() if line.startswith("[0] ")]
 
 
 def without_figures(line: str) -> str:
