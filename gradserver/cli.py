@@ -76,7 +76,7 @@ class _Command(argparse.ArgumentParser):
         if fill is not None:
             fill(self)
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # here, where the command is known whose help has the right ones
+        if unknown:  # here, where the command is known
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 

@@ -1,4 +1,4 @@
-"""The workers of a run, from their start to their end: who is started again, and when the others are ended."""
+"""The workers of a run, from their start to their end: which are started again, and when the others are ended."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Crew:
         self._restarts = dict.fromkeys(range(len(places)), 0)
         self._failures: list[Failure] = []
         self._has_failed = False
-        """Whether the run ends because of a failure."""
+        """True if the run ends because of a failure."""
         self._settled_at: float | None = None
         """Time at which the workers that are left are asked to end, because one has failed."""
         self._kill_at: float | None = None

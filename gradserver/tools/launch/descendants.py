@@ -1,4 +1,4 @@
-"""All processes that descend from this one, also those of sessions of their own, and those with a lost parent."""
+"""All processes that descend from this one, also those of sessions of their own, and those that have lost a parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class Child(Protocol):
-    """A child whose end is waited for."""
+    """A child that ends."""
 
     def bury(self) -> None:
         """Take the exit status."""

@@ -1,4 +1,4 @@
-"""What is to run, and where: the options of `gradserver run`, checked."""
+"""The options of `gradserver run`, checked."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Sink:
     def __init__(self, descriptor: int, drained: int) -> None:
         self.descriptor = descriptor
         self.is_broken = False
-        """Whether the reader is gone, so that everything is dropped."""
+        """True if the reader is gone, so that everything is dropped."""
         self._drained = drained
         self._waiting: deque[bytes] = deque()
         self._size = 0

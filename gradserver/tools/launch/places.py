@@ -26,7 +26,7 @@ _LAST_SIGHT: Final = {"PYTHONFAULTHANDLER": "1"}
 
 
 class Hello(NamedTuple):
-    """What an agent says of its host.
+    """The description of a host, as its agent gives it.
 
     Attributes:
         host: its own name.

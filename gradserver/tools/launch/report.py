@@ -1,4 +1,4 @@
-"""What the launcher says of a run: a line at its start, and the failure that ended it."""
+"""Texts about a run: a line at its start, and the failure that ended it."""
 
 from __future__ import annotations
 
