@@ -26,6 +26,7 @@ _SUITES = {
     "latency": "small tensors, beside gloo and plain pyzmq",
     "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
     "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
+    "large": "training steps of a GPT with 432 million parameters, over each channel or between devices",
 }
 _LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step"}
 _MOST_WORKERS = 64
@@ -105,6 +106,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
     _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes to exchange during the emulated backward")
 
+    one = added.pop("large")
+    _option(one, "--channel", parse.listed(parse.one_of("tcp", "shm")), "tcp,shm", "NAME,…", "channels, one run each")
+    _option(one, "--devices", str, "cpu,cpu", "NAME,…", "device of each worker, such as cuda or cuda:1")
+    _option(one, "--dtype", parse.one_of("fp32", "bf16", "fp16"), "fp32", "TYPE", "type of parameters and gradients")
+    _option(one, "--steps", parse.whole(1, 10_000), "3", "N", "number of steps")
+    _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
+    _option(one, "--context", parse.whole(8, 4096), "32", "N", "length of a sequence in tokens")
+    _option(one, "--width", parse.whole(16, 8192), "1024", "N", "width of the model")
+    _option(one, "--blocks", parse.whole(1, 256), "24", "N", "number of transformer blocks")
+    _option(one, "--vocabulary", parse.whole(2, 1 << 20), "32768", "N", "number of different tokens")
+    _option(one, "--seconds", parse.whole(1, 100_000), "1800", "S", "time limit of a run")
+    one.add_argument("--json", action="store_true", help="print only one JSON document")
+
     for name, one in added.items():
         if name == "train":
             _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
@@ -126,6 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
     if reason is not None:
         print(f"gradserver bench: {reason}", file=sys.stderr)
         return 2
+    if arguments.suite == "large":
+        from gradserver.tools.bench import large
+
+        return large.run(arguments)
     from gradserver.tools.bench import session as sessions
     from gradserver.tools.common.processes import RunError, ended_by_signals
     from gradserver.tools.common.screen import Screen, discard_output
@@ -187,7 +205,7 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
     """Explain why the suite cannot run here, and what to do; None if it can."""
     if arguments.suite != "codecs" and importlib.util.find_spec("torch") is None:
         return "the comparison with gloo requires PyTorch: pip install 'gradserver[torch]'"
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if getattr(arguments, "plot", None) is not None and importlib.util.find_spec("matplotlib") is None:
         return "--plot requires matplotlib: pip install 'gradserver[demo]'"
     if getattr(arguments, "coordinator_rate", None) and not arguments.rate:
         return "--coordinator-rate requires --rate, the rate of the workers' links"

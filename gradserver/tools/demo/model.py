@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradserver.tools.demo.settings import VOCABULARY, Settings
+from gradserver.tools.demo.settings import Settings
 
 
 class Attention(nn.Module):
@@ -93,10 +93,10 @@ class Embedding(nn.Module):
     would cost a run this short most of its steps.
     """
 
-    def __init__(self, context: int, width: int, history: int) -> None:
+    def __init__(self, context: int, width: int, history: int, vocabulary: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, width)
-        self.history = nn.ModuleList(nn.Embedding(VOCABULARY, width) for _ in range(history))
+        self.token = nn.Embedding(vocabulary, width)
+        self.history = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(history))
         self.position = nn.Embedding(context, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class GPT(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.context = settings.context
-        self.embedding = Embedding(settings.context, settings.width, settings.history)
+        self.embedding = Embedding(settings.context, settings.width, settings.history, settings.vocabulary)
         self.blocks = nn.ModuleList(
             Block(settings.width, settings.heads, settings.hidden) for _ in range(settings.blocks)
         )
         self.final_norm = RMSNorm(settings.width)
-        self.lm_head = nn.Linear(settings.width, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(settings.width, settings.vocabulary, bias=False)
         self._initialise(settings.seed)
 
     def _initialise(self, seed: int) -> None:
@@ -150,7 +150,7 @@ class GPT(nn.Module):
                 weight.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[rows, time] int64, time <= context -> [rows, time, 256] logits."""
+        """[rows, time] int64, time <= context -> [rows, time, vocabulary] logits."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

@@ -50,6 +50,7 @@ class Settings:
     blocks: int = 4
     hidden: int = 512  # width of the gated MLP
     history: int = 2  # earlier bytes that a position's embedding includes
+    vocabulary: int = VOCABULARY  # different tokens; those of a text are its bytes
     learning_rate: float = 4e-3
     warmup: int = 10  # steps in which the learning rate rises to its peak
     clip_norm: float = 0.5  # largest norm of a step's gradient
@@ -95,7 +96,7 @@ class Settings:
     def parameters(self) -> int:
         """Number of the model's trainable scalars."""
         block = 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
-        tables = VOCABULARY * (2 + self.history) + self.context  # bytes in, bytes out, positions
+        tables = self.vocabulary * (2 + self.history) + self.context  # tokens in, tokens out, positions
         return self.blocks * block + self.width * (tables + 1)
 
     def rows_of(self, rank: int) -> range:
