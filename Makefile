@@ -4,14 +4,18 @@
 #   DEMO_ARGS="…"         options for `gradserver demo`
 #   TEST_ARGS="…"         options for pytest
 #   CHAOS_ARGS="…"        options for `gradserver chaos`
+#   GPU_PYTHON=python3    the interpreter for `make gpu`, as it is: with torch, on a machine with a GPU
+#   GPU_ARGS="…"          options for `make gpu`, such as --only copies,overlap
 
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
+GPU_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 LOWEST := .venv-lowest
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -20,7 +24,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-lowest chaos kills mutants docs check format clean
+.PHONY: help setup demo test test-long test-lowest chaos kills mutants gpu docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -54,6 +58,10 @@ kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of g
 
 mutants: $(STAMP) ## Plant faults in copies of the product, and let chaos find each of them
 	$(BIN)/python -m tests.mutants
+
+# No setup: a machine with a GPU has a torch of its own, and perhaps no network.
+gpu: ## Run everything that needs a GPU, and write docs/gpu.md
+	@$(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
 
 # Without --quiet: warnings that it hides do not count for --strict either.
 docs: $(STAMP) ## Build the documentation into site/: open site/index.html

@@ -509,3 +509,40 @@ def test_conclusions() -> None:
     small = conclusion([a_row(nbytes=4096)])
     assert "limit" not in small
     assert conclusion([a_row(), a_row(wrong=3)]) == ("WRONG: 3 values in 1 of 2 rows.")
+
+
+# ── a large model ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_large_model_trains_over_each_channel(dtype: str) -> None:
+    small = ("--width", "64", "--blocks", "2", "--vocabulary", "512", "--context", "8", "--steps", "2")
+    found = json.loads(bench("large", "--dtype", dtype, *small, "--json"))
+    tcp, shm = found["runs"]
+    assert [run["workers"][0]["channel"] for run in (tcp, shm)] == ["tcp", "shm"]
+    assert tcp["workers"][0]["losses"] == shm["workers"][0]["losses"]
+    for run in (tcp, shm):
+        assert run["same_bits"]
+        assert len(run["workers"]) == 2
+        assert run["workers"][0]["nbytes"] == run["parameters"] * (4 if dtype == "fp32" else 2)
+
+
+def test_large_model_is_shown_as_a_table() -> None:
+    small = ("--width", "64", "--blocks", "1", "--vocabulary", "64", "--context", "8", "--steps", "1")
+    lines = bench("large", "--channel", "shm", "--devices", "cpu", *small).splitlines()
+    assert lines[0] == "gradserver bench large: 0 million parameters, 1 worker"
+    assert lines[-1].startswith("shm     fp32  cpu ")
+    assert lines[-1].endswith("  yes")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_432_million_parameters_are_exchanged() -> None:
+    """Test the size that is known to be too much for messages of 100 MB: its head alone has 134 MB."""
+    with start("large", "--steps", "2", "--json") as running:
+        out, err = running.communicate(timeout=1100)
+    assert running.returncode == 0, err
+    for run in json.loads(out)["runs"]:
+        assert run["same_bits"]
+        assert run["workers"][0]["nbytes"] == 1_728_385_024
+        assert all(4 < loss < 40 for worker in run["workers"] for loss in worker["losses"])

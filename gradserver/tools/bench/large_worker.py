@@ -70,6 +70,7 @@ def main() -> int:
         replica = gradserver.DistributedDataParallel(model, worker)
         outcome = train(replica, settings, arguments.rank, arguments.device)
         tell(json.dumps(asdict(outcome)))
+    sys.stdin.readline()  # the parent takes a process that ends for one that failed, until it has all answers
     return 0
 
 
@@ -84,7 +85,7 @@ def train(replica: gradserver.DistributedDataParallel, settings: Settings, rank:
         loss = F.cross_entropy(replica(inputs).flatten(0, -2).float(), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        losses.append(float(loss))  # waits for the device
+        losses.append(loss.item())  # waits for the device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
