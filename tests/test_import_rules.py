@@ -37,6 +37,7 @@ BREACHES = {
     "gradserver.worker.member.outward": ["socket", "threading", "time", "logging", "torch", "zmq"],
     "gradserver.worker.member.upward": ["gradserver.worker.client"],
     "gradserver.worker.torch_ddp.upward": ["gradserver.worker.job"],
+    "gradserver.worker.planes.upward": ["gradserver.worker.torch_ddp"],
     "gradserver.worker.collectives.upward": ["gradserver.worker.client"],
 }
 
@@ -61,7 +62,13 @@ PERMITTED = {
 MODULES = [
     *("gradserver.protocol", "gradserver.protocol.errors", "gradserver.protocol.transport"),
     *("gradserver.worker", "gradserver.worker.client", "gradserver.worker.member"),
-    *("gradserver.worker.job", "gradserver.worker.torch_ddp", "gradserver.worker.data", "gradserver.worker.connect"),
+    *(
+        "gradserver.worker.job",
+        "gradserver.worker.torch_ddp",
+        "gradserver.worker.planes",
+        "gradserver.worker.data",
+        "gradserver.worker.connect",
+    ),
     *("gradserver.worker.collectives", "gradserver.worker.learner", "gradserver.worker.session"),
     *("gradserver", "gradserver.engine", "gradserver.engine.control", "gradserver.engine.data"),
     *("gradserver.runtime", "gradserver.config"),

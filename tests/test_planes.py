@@ -10,7 +10,7 @@ import pytest
 
 from gradserver.engine import Engine
 from gradserver.engine.commands import Command, Record, Send
-from gradserver.engine.control.planes import OBSTACLES, Candidate, Choice, choose
+from gradserver.engine.control.planes import OBSTACLES, Candidate, Case, Choice, choose
 from gradserver.engine.events import Disconnected, Received, Restored, Tick
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import Lateness, Policy
@@ -77,23 +77,23 @@ CASES: list[tuple[list[Offer], str]] = [
 
 @pytest.mark.parametrize(("offers", "said"), CASES)
 def test_the_plane_follows_from_what_all_offer_and_demand(offers: list[Offer], said: str) -> None:
-    assert str(choose(workers(*offers))).startswith(said)
+    assert str(choose(Case(workers(*offers)))).startswith(said)
 
 
 def test_on_the_cpu_the_direct_plane_is_taken_on_demand_only() -> None:
-    assert choose(workers(CPU, CPU)).plane == "tcp"
-    assert choose(workers(CPU, CPU), demanded="direct") == Choice(
+    assert choose(Case(workers(CPU, CPU))).plane == "tcp"
+    assert choose(Case(workers(CPU, CPU)), demanded="direct") == Choice(
         "direct", "the coordinator (serve --plane) demands it", True
     )
 
 
 def test_rounds_without_stragglers_are_not_direct() -> None:
-    assert str(choose(workers(gpu(0), gpu(1)), True)) == "tcp, because rounds are closed without stragglers"
+    assert str(choose(Case(workers(gpu(0), gpu(1)), True))) == "tcp, because rounds are closed without stragglers"
 
 
 def test_each_obstacle_of_a_plane_is_met_in_a_case() -> None:
     """Test that no row of the table is beyond reach: each is the first that is found in some case."""
-    found = {str(choose(workers(*offers))) for offers, _ in CASES}
+    found = {str(choose(Case(workers(*offers)))) for offers, _ in CASES}
     met = {text for offers, _ in CASES for one in OBSTACLES[DIRECT] if (text := _of(one, offers))}
     assert len(met) >= len(OBSTACLES[DIRECT]) - 2, (met, found)
     assert OBSTACLES.keys() == {*PLANES}
@@ -112,7 +112,7 @@ def test_the_page_shows_the_table() -> None:
 
 def test_a_reason_is_cut_where_names_are_long() -> None:
     long = [Candidate("\N{GRINNING FACE}" * 32, gpu(0)), Candidate("\N{GRINNING FACE}" * 31, gpu(0))]
-    reason = choose(long).reason
+    reason = choose(Case(long)).reason
     assert reason.endswith("…")
     assert MAX_PLANE_REASON - 8 < len(reason.encode()) <= MAX_PLANE_REASON
 

@@ -33,6 +33,7 @@ from gradserver.protocol.planes import AUTO, DIRECT, IN_PROCESS, SHM, TCP, WISHE
 from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
+from gradserver.worker.meeting import with_store
 from gradserver.worker.offer import offer_of
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.farewell import Farewell
@@ -229,7 +230,7 @@ def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
         session = Session(connection, join.timeout)
         try:
             way = SHM if connection.on_this_host and wish.channel != TCP else TCP
-            joining = session.join(replace(join, offer=join.offer._replace(channel=way)))
+            joining = session.join(replace(join, offer=with_store(join.offer._replace(channel=way), url)))
             connection.ask()
             _await_welcome(joining, connection, until - time.monotonic(), join.timeout)
             return connection, session

@@ -70,6 +70,7 @@ class Welcome(MessageKind):
         plane: the way of the gradients (`gradserver.protocol.offers`).
         plane_reason: why it is that one, as a part of a sentence.
         demanded: true if a worker or the coordinator demands that plane.
+        commits: true if modules have a commit beside their gradients, with which a round can be direct.
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -93,6 +94,7 @@ class Welcome(MessageKind):
     plane: PlaneName = TCP
     plane_reason: Text = ""
     demanded: Flag = False
+    commits: Flag = False
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
-from gradserver.worker.handle import Handle
+from gradserver.worker.planes.plane import Outcome, Plane
 from gradserver.worker.torch_ddp.buckets import (
     BufferBucket,
     FlatBucket,
@@ -96,14 +96,14 @@ class Rounds:
         self.plan = Plan(tuple(specs))
         self.agreement = worker.agree_beside(with_named_codecs(self.plan, options.wire), options.timeout)
         self.plan = self.agreement.plan
-        self._staging = Staging(worker, self.agreement, options.timeout)
+        self._plane = self._choose_plane(buckets)
         for bucket in buckets:
-            bucket.place(self._staging.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
-        self._sender = self._staging.new_memory(1, torch.int32, torch.device("cpu"))
+            bucket.place(self._plane.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
+        self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
         self._adopted = False
-        self._used = self._staging.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
+        self._used = self._plane.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
         self.seconds = 0.0
@@ -113,6 +113,18 @@ class Rounds:
         self._leaves = self._abandoned = False
         self._count = 1
         self._foreseen = False
+
+    def _choose_plane(self, buckets: Iterable[FlatBucket]) -> Plane:
+        """Return the way of the buckets: the coordinator's, or the members' own where the group has that."""
+        through = Staging(self._worker, self.agreement, self._options.timeout)
+        if not self._worker._session.membership.commits:
+            return through
+        from gradserver.worker.planes.commit import commit_plan
+        from gradserver.worker.planes.direct import DirectPlane  # some builds of torch lack what it needs
+
+        commit = self._worker.agree_beside(commit_plan(self.plan), self._options.timeout)
+        devices = {torch.device("cpu"), *(bucket.device for bucket in buckets)}
+        return DirectPlane(self._worker, self.plan, commit, through, devices, self._options.timeout)
 
     def begin(self, count: int, foreseen: bool = False, leaves: bool = False) -> None:
         """Begin a round, before anything of it is pushed.
@@ -130,7 +142,7 @@ class Rounds:
 
     def before_forward(self) -> None:
         """Prepare for a forward, in the thread that will call ``backward()``."""
-        self._staging.before_forward()
+        self._plane.before_forward()
         self.adopt_buffers()
 
     def adopt_buffers(self) -> None:
@@ -148,7 +160,7 @@ class Rounds:
     @property
     def begun(self) -> bool:
         """True if anything of this round was pushed, so that only its end can follow."""
-        return self._staging.pushed
+        return self._plane.pushed
 
     @property
     def unpushed(self) -> list[str]:
@@ -158,7 +170,7 @@ class Rounds:
     def take(self, index: int, slot: Slot) -> None:
         """Bring a gradient of bucket ``index``, which is ready, into the bucket."""
         slot.take(self._options.gradient_as_bucket_view)
-        self._staging.note_writer(index, self.gradients[index].device)
+        self._plane.note_writer(index, self.gradients[index].device)
 
     def push(self, index: int) -> None:
         """Contribute one bucket of gradients: all that its parameters have accumulated."""
@@ -173,7 +185,7 @@ class Rounds:
                 present = any(have)
                 if self._options.accumulation == "mean":
                     local_mean(bucket.flat, max(self._count, 1))
-            self._staging.push(index, bucket.flat, weight, present)
+            self._plane.push(index, bucket.flat, weight, present)
             self._unpushed.discard(index)
 
     def abandon(self) -> None:
@@ -192,7 +204,7 @@ class Rounds:
                 self._push_used()
             self._push_buffers()
             self.modes.heed()
-            handles = self._staging.finish()
+            handles = self._plane.finish()
             self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
             self._hand_out(handles)
         return handles[0].weight > 0.0 or handles[0].not_finite is not None
@@ -208,7 +220,7 @@ class Rounds:
             if self._buffers:
                 membership = self._worker._session.membership
                 self._sender.fill_(self._worker._session.member_of(membership.rank))
-                self._staging.push(len(self.gradients), self._sender, self._round_weight)
+                self._plane.push(len(self.gradients), self._sender, self._round_weight)
             if self._options.tracks_used and self._foreseen:
                 self._push_used()
         return self._round_weight
@@ -229,7 +241,7 @@ class Rounds:
                 if may_be_left_out:
                     self._saved[index] = bucket.flat.clone()
                 bucket.pack()
-            self._staging.push(index, bucket.flat, weight, present)
+            self._plane.push(index, bucket.flat, weight, present)
 
     def _sends_buffers(self) -> bool:
         session = self._worker._session
@@ -237,13 +249,13 @@ class Rounds:
             return False
         if session.membership.late:  # a round is closed when a quorum has given all, so nothing can be waited for in it
             return True
-        handle = self._staging.wait(len(self.gradients))
+        handle = self._plane.wait(len(self.gradients))
         return handle.present and int(self._sender) == session.member_of(session.membership.rank)
 
     def _numbered_buffers(self) -> Iterator[tuple[int, BufferBucket]]:
         return enumerate(self._buffers, start=len(self.gradients) + 1)
 
-    def _hand_out_buffers(self, handles: dict[int, Handle]) -> None:
+    def _hand_out_buffers(self, handles: Mapping[int, Outcome]) -> None:
         """Give all members the buffers that were sent. The others get the values that they had after the last round."""
         for index, bucket in self._numbered_buffers():
             handle, before = handles[index], self._saved.pop(index, None)
@@ -251,16 +263,16 @@ class Rounds:
                 flat, saved = bucket.flat.view(torch.uint8), before.view(torch.uint8)
                 for start, stop in handle.left_alone:
                     flat[start:stop] = saved[start:stop]
-                self._staging.overwritten(index, bucket.flat)
+                self._plane.overwritten(index, bucket.flat)
             if handle.weight:
                 bucket.unpack()
 
     def _push_used(self) -> None:
         have = [(self._foreseen and slot.expected > 0) or slot.parameter.grad is not None for slot in self.slots]
         self._used.copy_(torch.tensor(have))
-        self._staging.push(len(self.plan.buckets) - 1, self._used, self._open())
+        self._plane.push(len(self.plan.buckets) - 1, self._used, self._open())
 
-    def _hand_out(self, handles: dict[int, Handle]) -> None:
+    def _hand_out(self, handles: Mapping[int, Outcome]) -> None:
         self._hand_out_buffers(handles)
         # Where no member has a gradient none gets one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)

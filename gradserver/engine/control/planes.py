@@ -48,7 +48,9 @@ class Case(NamedTuple):
     """Facts that a choice goes by: the workers by rank, and whether rounds are closed without late ones."""
 
     workers: Sequence[Candidate]
-    leaves_late: bool
+    leaves_late: bool = False
+    has_commits: bool = True
+    """True if modules have a commit, or none is wrapped yet."""
 
     @property
     def uses_nccl(self) -> bool:
@@ -64,12 +66,14 @@ class Obstacle(NamedTuple):
         when: the condition, for people.
         remedy: what to change.
         binds: true if the plane is impossible then; false if only nobody takes it without a demand.
+        lasts: true if more workers do not remove it.
     """
 
     find: Callable[[Case], str]
     when: str
     remedy: str
     binds: bool = True
+    lasts: bool = True
 
 
 # ── what is in the way ────────────────────────────────────────────────────────────────────────────────
@@ -139,6 +143,13 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             lambda case: f"{case.workers[0].name!r} is alone" if len(case.workers) == 1 else "",
             "the group has one worker",
             "let more workers join",
+            binds=False,
+            lasts=False,
+        ),
+        Obstacle(
+            lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",
+            "the group began with workers that could not go by it",
+            "start the group anew, with these workers",
             binds=False,
         ),
         Obstacle(
@@ -227,11 +238,12 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
 # ── the choice ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def choose(workers: Sequence[Candidate], leaves_late: bool = False, demanded: str = AUTO) -> Choice:
-    """Return the plane of a group with these workers, by rank. ``demanded`` is what the coordinator demands."""
+def choose(case: Case, demanded: str = AUTO) -> Choice:
+    """Return the plane of a group with some workers, by rank. ``demanded`` is what the coordinator demands."""
+    workers = case.workers
     if all(offer == UNTOLD for _, offer in workers):
         return Choice()
-    case, demand = Case(workers, leaves_late), _demand(workers, demanded)
+    demand = _demand(workers, demanded)
     found = _obstacle(case, DIRECT if demand is None else demand.plane, not_binding=demand is None)
     channels = {offer.channel for _, offer in workers}
     farthest = next(channel for channel in CHANNELS if channel in channels)
@@ -243,6 +255,14 @@ def choose(workers: Sequence[Candidate], leaves_late: bool = False, demanded: st
     if found is None:
         return Choice(demand.plane, _cut(f"{demand.by} demands it"), True)
     return Choice(farthest, _cut(f"{demand.by} demands {demand.plane}, and {reason}"))
+
+
+def can_become_direct(case: Case, demanded: str) -> bool:
+    """Tell whether a group can go by the direct plane, now or when more workers have joined."""
+    demand = _demand(case.workers, demanded)
+    if demand is not None or all(offer == UNTOLD for _, offer in case.workers):
+        return demand is not None and demand.plane == DIRECT
+    return not any(one.lasts and one.find(case) for one in OBSTACLES[DIRECT])
 
 
 def check(group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool, demanded: str) -> None:

@@ -23,7 +23,7 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
     present, names = sorted({*group.members.identities.present, member_id}), group.members.identities.names
     choice = group.planes.choice
     if joins:
-        choice = group.planes.best_for({one: names[one] for one in present}, group.leaves_late)
+        choice = group.planes.best_for(group.case(present))
     return Welcome(
         group.name,
         present.index(member_id),
@@ -45,5 +45,6 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         plane=choice.plane,
         plane_reason=choice.reason,
         demanded=choice.demanded,
+        commits=group.has_commits,
         offers=group.planes.offers_of(present),
     )

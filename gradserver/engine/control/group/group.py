@@ -22,7 +22,7 @@ from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
 from gradserver.engine.control.group.turns import Turns
-from gradserver.engine.control.planes import Candidate
+from gradserver.engine.control.planes import Candidate, Case
 from gradserver.engine.control.quota import Account
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure, Member, Newcomer
@@ -30,6 +30,7 @@ from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_TOKEN, MAX_UNWRITTEN_ROUNDS
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.offers import summary
@@ -191,9 +192,20 @@ class Group:
 
     def choose_plane(self) -> bool:
         """Choose the plane of the present membership. Return True if it is another one than before."""
+        return self.planes.choose(self.case(self.members.identities.present))
+
+    def case(self, member_ids: Iterable[int]) -> Case:
+        """Return the facts by which the plane of these members is chosen."""
         names = self.members.identities.names
-        present = {member_id: names[member_id] for member_id in self.members.identities.present}
-        return self.planes.choose(present, self.leaves_late)
+        workers = self.planes.candidates({member_id: names[member_id] for member_id in member_ids})
+        return Case(workers, self.leaves_late, self.plans.plan is None or self.has_commits)
+
+    @property
+    def has_commits(self) -> bool:
+        """True if modules have a commit beside their gradients; before the first is wrapped, if they are to."""
+        if self.plans.plan is None:
+            return self.planes.can_become_direct(self.case(self.members.identities.present))
+        return any(bucket.kind is Kind.COMMIT for bucket in self.plans.plan.buckets)
 
     def log_plane(self, effects: Effects) -> None:
         """Log the plane, the reason, and what it goes by."""

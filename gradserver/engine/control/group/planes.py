@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradserver.engine.control.planes import Candidate, Choice, check, choose
+from gradserver.engine.control.planes import Candidate, Case, Choice, can_become_direct, check, choose
 from gradserver.engine.records import Chosen, Told
 from gradserver.protocol.offers import UNTOLD, Offer, summary
 from gradserver.protocol.planes import AUTO
@@ -52,15 +52,22 @@ class Planes:
         """Return what a member or a learner offers."""
         return self.offers.get(member_id, UNTOLD)
 
-    def best_for(self, names: Mapping[int, str], leaves_late: bool) -> Choice:
-        """Return the plane for the workers with these ids and names."""
-        workers = [Candidate(name, self.offer_of(member_id)) for member_id, name in names.items()]
-        return choose(workers, leaves_late, self.demanded)
+    def candidates(self, names: Mapping[int, str]) -> list[Candidate]:
+        """Return the workers with these ids and names, with what they offer."""
+        return [Candidate(name, self.offer_of(member_id)) for member_id, name in names.items()]
 
-    def choose(self, names: Mapping[int, str], leaves_late: bool) -> bool:
+    def best_for(self, case: Case) -> Choice:
+        """Return the plane for some workers."""
+        return choose(case, self.demanded)
+
+    def choose(self, case: Case) -> bool:
         """Choose the plane of a membership. Return True if it is another than before."""
-        before, self.choice = self.choice, self.best_for(names, leaves_late)
+        before, self.choice = self.choice, self.best_for(case)
         return self.choice != before
+
+    def can_become_direct(self, case: Case) -> bool:
+        """Tell whether the plane of a group that begins can be the direct one, now or with more workers."""
+        return can_become_direct(case, self.demanded)
 
     def check(self, group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool) -> None:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""

@@ -1,0 +1,57 @@
+"""A place where workers find each other: a torch store that a worker hosts. It offers the address when it joins.
+
+The store of the lowest rank that has one is the rendezvous of a group's direct plane. The coordinator carries its
+address. So the coordinator needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Final
+
+from gradserver.protocol.offers import Offer
+from gradserver.protocol.planes import AUTO, DIRECT
+from gradserver.protocol.url import parse_target
+
+log = logging.getLogger("gradserver")
+
+_SECONDS: Final = 60.0
+_stores: dict[str, Any] = {}
+"""Stores of this process, by the host that they are reached at. They last as long as the process."""
+_opening = threading.Lock()
+
+
+def with_store(offer: Offer, url: str) -> Offer:
+    """Return ``offer`` with the address of a store, if the plane may be the direct one.
+
+    The store is reached at the address from which this host reaches the coordinator at ``url``.
+    """
+    if not offer.backends or not (offer.plane == DIRECT or (offer.plane == AUTO and offer.devices)):
+        return offer
+    try:
+        return offer._replace(store=_store(_host_towards(url)))
+    except (OSError, RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+        log.warning("this worker cannot host a rendezvous for the direct plane: %s", error)
+        return offer
+
+
+def _store(host: str) -> str:
+    distributed: Any = import_module("torch.distributed")
+    with _opening:
+        if host not in _stores:
+            limit = timedelta(seconds=_SECONDS)
+            _stores[host] = distributed.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
+        return f"{host}:{_stores[host].port}"
+
+
+def _host_towards(url: str) -> str:
+    """Return the address of this host from which the coordinator is reached. Nothing is sent for that."""
+    host, port = parse_target(url)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,374 @@
+"""The direct plane: members reduce buckets among themselves, and the coordinator hears when all have the results.
+
+A round, at one member:
+
+    state      event                                          next       what happens
+    ─────────  ─────────────────────────────────────────────  ─────────  ───────────────────────────────────────────
+    (none)     first push; this epoch reduces directly        REDUCING   `Opens`; communicators, if the epoch is new
+    (none)     first push; else                               FALLEN     all goes through the coordinator's plane
+    REDUCING   push                                           REDUCING   a reduction begins, in the order of buckets
+    REDUCING   `finish`; all reductions are done              VOTING     the commit is pushed
+    REDUCING   a reduction fails, or takes too long           FALLEN     the commit is refused: void for all
+    REDUCING   word that the round is void                    FALLEN     communicators are given up
+    VOTING     the commit's result                            (none)     results are copied into the buckets
+    VOTING     word that the round is void                    FALLEN     communicators are given up
+    any        another error, as a lost coordinator           (none)     it is raised
+    FALLEN     …                                              FALLEN     what was pushed is pushed to the coordinator's
+                                                                         plane, and what is pushed from then on
+    FALLEN     `finish`                                       (none)     as the coordinator's plane does
+
+Results lie in memory of their own until the commit is there, and contributions stay as they are. That is one copy of
+the gradients. So a void round is done again with the same contributions, and nothing of a half is applied.
+
+Sums are made by gloo and NCCL, in an order of theirs: all members get the same bits, and another number of members,
+or another library, gives others. The mean is the sum divided by the sum of weights, which the commit's result has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradserver.protocol.errors import BackendUnavailableError, GradServerError, NonFiniteError, RoundVoidError
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.plan import Plan
+from gradserver.worker.agreement import Agreement
+from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.planes.commit import mark
+from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
+from gradserver.worker.planes.epochs import Directs
+from gradserver.worker.planes.plane import Outcome, Plane
+
+log = logging.getLogger("gradserver")
+
+_NO_DATA: Final = 1e-200
+"""Weights below stand for a worker without a sample, which contributes nothing."""
+_WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class _Given(NamedTuple):
+    """A contribution: ``flat`` has it until the round is over, or ``kept`` does."""
+
+    flat: Tensor
+    weight: float
+    present: bool
+    kept: Tensor | None
+
+
+@dataclass
+class _Outcome:
+    """Outcome of a bucket in a direct round."""
+
+    weight: float = 0.0
+    present: bool = True
+    left_alone: tuple[tuple[int, int], ...] = ()
+    not_finite: NotFinite | None = None
+
+
+class _Watch(Handle[None]):
+    """A handle that ends the wait for reductions when it is done."""
+
+    __slots__ = ("_signal",)
+
+    def __init__(self, signal: Signal, timeout: float) -> None:
+        super().__init__(timeout)
+        self._signal = signal
+
+    def _complete(self, error: GradServerError | None = None) -> None:
+        super()._complete(error)
+        if error is not None:
+            self._signal.interrupt(error)
+
+
+class DirectPlane:
+    """The direct plane of one module, with the coordinator's plane for rounds that cannot be direct.
+
+    Args:
+        worker: worker that has made the agreements.
+        plan: the buckets.
+        agreement: the section of the commit.
+        through: the coordinator's plane for the same buckets.
+        devices: devices of the buckets.
+        timeout: seconds that a round may take beyond the end of backward; None for the worker's.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        agreement: Agreement,
+        through: Plane,
+        devices: Iterable[torch.device],
+        timeout: float | None,
+    ) -> None:
+        self._worker, self._plan, self._commit, self._through = worker, plan, agreement, through
+        self._timeout = timeout
+        self._directs = Directs.of(worker)
+        self._directs.devices.update(devices)
+        self._ordered = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
+        """Buckets that become ready in any order, and are reduced in this one."""
+        self._scratch: dict[int, Tensor] = {}
+        """Memory for results, by bucket."""
+        self._markers = torch.zeros(agreement.plan.buckets[0].numel)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._signal: Signal | None = None
+        self._given: dict[int, _Given] = {}
+        self._under_way: dict[int, Reduction] = {}
+        self._outcomes: dict[int, _Outcome] = {}
+        self._writers: dict[int, dict[int, Any]] = {}
+        """Events behind the gradients of each bucket, by the stream that computed them."""
+        self._fallen = False
+
+    # ── as any plane ──────────────────────────────────────────────────────────────────────────────────
+
+    def new_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros for a bucket, in memory of the coordinator's plane: a void round goes there."""
+        return self._through.new_memory(numel, dtype, device)
+
+    def before_forward(self) -> None:
+        """Prepare for a forward."""
+        self._through.before_forward()
+
+    def note_writer(self, index: int, device: torch.device) -> None:
+        """Note that a gradient of bucket ``index`` was computed on the calling thread's stream."""
+        self._through.note_writer(index, device)
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._writers.setdefault(index, {})[stream.cuda_stream] = stream.record_event()
+
+    @property
+    def pushed(self) -> bool:
+        """True if anything of the present round was pushed."""
+        return bool(self._given) or self._through.pushed
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
+        """Contribute ``flat`` to bucket ``index``."""
+        if self._signal is None and not self._fallen:
+            self._open()
+        if self._fallen:
+            self._through.push(index, flat, weight, present)
+            return
+        kept = None if index in self._ordered else flat.clone()
+        self._given[index] = _Given(flat, weight, present, kept)
+        try:
+            if index in self._ordered:
+                self._reduce_in_order()
+            else:
+                self._reduce(index)
+        except (GradServerError, RuntimeError, TimeoutError) as error:
+            self._fall(error)
+
+    def wait(self, index: int) -> Outcome:
+        """Wait for the result of a bucket on the CPU, and write it there."""
+        if not self._fallen:
+            try:
+                self._await(index)
+                given = self._given[index]
+                if self._outcomes[index].present:
+                    given.flat.copy_(self._scratch[index])
+                return self._outcomes[index]
+            except (GradServerError, RuntimeError, TimeoutError) as error:
+                self._fall(error)
+        return self._through.wait(index)
+
+    def overwritten(self, index: int, flat: Tensor) -> None:
+        """Note that ``flat`` does not hold the last result any more."""
+        self._through.overwritten(index, flat)
+
+    def finish(self) -> Mapping[int, Outcome]:
+        """Wait until every result is in its bucket."""
+        outcomes: Mapping[int, Outcome] = {}
+        if not self._fallen:
+            try:
+                outcomes = self._vote()
+            except (GradServerError, RuntimeError, TimeoutError) as error:
+                self._fall(error)
+        if self._fallen:
+            outcomes = self._through.finish()
+        else:
+            self._commit.finish(self._timeout)
+        self._begin()
+        return outcomes
+
+    # ── reductions ────────────────────────────────────────────────────────────────────────────────────
+
+    def _open(self) -> None:
+        if not self._directs.reduces():
+            self._fallen = True
+            return
+        signal = self._signal = Signal()
+        watch = _Watch(signal, self._worker.timeout)
+        if (why := self._worker._session.boundaries.begin_direct(self._commit.first, watch)) is not None:
+            signal.interrupt(why)
+        try:
+            communicator = self._directs.joined(signal)
+            signal.on_interrupt(communicator.give_up)
+        except (GradServerError, RuntimeError) as error:
+            self._fall(error)
+
+    def _reduce_in_order(self) -> None:
+        for index in self._ordered:
+            if index not in self._given:
+                return
+            if index not in self._under_way:
+                self._reduce(index)
+
+    def _reduce(self, index: int) -> None:
+        """Begin the reduction of a bucket, in memory of its own."""
+        given, op = self._given[index], self._plan.buckets[index].op
+        communicator, signal = self._directs.joined(self._checked()), self._checked()
+        scratch = self._scratch.get(index)
+        if scratch is None:
+            scratch = self._scratch[index] = torch.empty_like(given.flat)
+        for event in self._writers.pop(index, {}).values():
+            torch.cuda.current_stream(given.flat.device).wait_event(event)
+        self._outcomes[index] = _Outcome()
+        if op is Op.MEAN:
+            self._weigh(given, scratch)
+            self._under_way[index] = communicator.all_reduce(scratch, Op.SUM, signal)
+        elif op is Op.FIRST:
+            first = self._first(given, communicator, signal)
+            self._outcomes[index].present = first < self._worker.world_size
+            if self._outcomes[index].present:
+                scratch.copy_(given.flat)
+                self._under_way[index] = communicator.broadcast(scratch, first, signal)
+        else:
+            scratch.copy_(given.flat)
+            self._under_way[index] = communicator.all_reduce(scratch, op, signal)
+
+    def _weigh(self, given: _Given, scratch: Tensor) -> None:
+        """Put a contribution times its weight into ``scratch``. Narrow types are divided first: the sum fits then."""
+        if not given.present or given.weight < _NO_DATA:
+            scratch.zero_()
+            return
+        torch.mul(given.flat, given.weight / self._divisor(scratch), out=scratch)
+
+    def _divisor(self, tensor: Tensor) -> int:
+        return 1 if tensor.dtype in _WIDE else self._worker.world_size
+
+    def _first(self, given: _Given, communicator: Communicator, signal: Signal) -> int:
+        """Return the lowest rank that has something to give; the world size if none has."""
+        gives = given.present and given.weight > 0
+        rank = torch.tensor([self._worker.rank if gives else self._worker.world_size], device=given.flat.device)
+        communicator.all_reduce(rank, Op.MIN, signal).wait(self._limit)
+        return int(rank)
+
+    def _await(self, index: int) -> None:
+        reduction = self._under_way.get(index)
+        if reduction is not None:
+            reduction.wait(self._limit)
+
+    @property
+    def _limit(self) -> float:
+        return self._worker.timeout if self._timeout is None else self._timeout
+
+    def _checked(self) -> Signal:
+        signal = self._signal
+        assert signal is not None
+        if signal.error is not None:
+            raise signal.error.again()
+        return signal
+
+    # ── the commit ────────────────────────────────────────────────────────────────────────────────────
+
+    def _vote(self) -> dict[int, _Outcome]:
+        """Wait for all reductions, say so, and write the results when all members have said so."""
+        for index in self._given:
+            self._await(index)
+        self._checked()
+        weights = [given.weight for given in self._given.values()]
+        weight = max(weights, default=0.0)
+        overflowed = self._worker._session.membership.nonfinite != "propagate" and self._find_nonfinite()
+        marked = bool(torch.count_nonzero(self._markers))
+        handle = self._worker.push(self._commit.first, self._markers, weight=weight, present=marked)
+        handle.wait(self._timeout)
+        if overflowed and handle.not_finite is None:
+            raise NonFiniteError(
+                f"the mean of round {self._worker.round} overflowed, though every contribution was finite: look at "
+                f"the learning rate, or scale the loss down",
+                round=self._worker.round,
+            )
+        for index, given in self._given.items():
+            self._write(index, given, handle)
+        return self._outcomes
+
+    def _write(self, index: int, given: _Given, handle: Handle[None]) -> None:
+        """Put the result of a bucket into its memory: for a mean, the sum divided by the sum of weights."""
+        outcome, scratch = self._outcomes[index], self._scratch.get(index)
+        outcome.weight, outcome.not_finite = handle.weight, handle.not_finite
+        if scratch is None or not outcome.present:
+            return
+        if self._plan.buckets[index].op is not Op.MEAN:
+            given.flat.copy_(scratch)
+        elif handle.weight < _NO_DATA:
+            given.flat.zero_()
+        else:
+            torch.mul(scratch, self._divisor(scratch) / handle.weight, out=given.flat)
+
+    def _find_nonfinite(self) -> bool:
+        """Mark this worker's parameters that are not finite, if the results are not. Return true if they are not.
+
+        Where such gradients are left out, they are reduced once more without those: all members see the same results,
+        and do the same.
+        """
+        self._markers.zero_()
+        if self._all_finite():
+            return False
+        gave = [
+            (index, given.flat) for index in self._ordered if (given := self._given[index]).present and given.weight > 0
+        ]
+        own = mark(self._plan, gave, self._markers)
+        if self._worker._session.membership.nonfinite == "leave-out":
+            for index in self._ordered:
+                if own:
+                    self._given[index] = self._given[index]._replace(present=False)
+                self._reduce(index)
+            for index in self._ordered:
+                self._await(index)
+        return not self._all_finite()
+
+    def _all_finite(self) -> bool:
+        """Tell whether all means are finite. A sum is finite if all its terms are, unless it overflows."""
+        means = [self._scratch[index] for index in self._ordered if index in self._given]
+        sums = [mean.sum() for mean in means]
+        return all(
+            bool(torch.isfinite(total)) or bool(torch.isfinite(mean).all())
+            for total, mean in zip(sums, means, strict=True)
+        )
+
+    # ── the round is void ─────────────────────────────────────────────────────────────────────────────
+
+    def _fall(self, error: BaseException) -> None:
+        """Go on with this round through the coordinator, if it is ``error`` that says so or a reduction's own."""
+        signal = self._signal
+        assert signal is not None
+        word = signal.error if signal.error is not None else error
+        if isinstance(word, GradServerError) and not isinstance(word, (RoundVoidError, BackendUnavailableError)):
+            self._directs.give_up()
+            raise word
+        boundaries = self._worker._session.boundaries
+        if not isinstance(word, RoundVoidError):
+            log.warning(
+                "group %r: this worker could not reduce round %d with the others, and it goes over the coordinator: %s",
+                self._worker.group,
+                self._worker.round,
+                word,
+            )
+            boundaries.refuse(self._commit.first)
+        self._directs.void()
+        self._scratch.clear()  # a reduction that was given up may still write there
+        boundaries.begin_again()
+        self._fallen = True
+        for index, given in self._given.items():
+            if given.kept is not None:
+                given.flat.copy_(given.kept)
+            self._through.push(index, given.flat, given.weight, given.present)

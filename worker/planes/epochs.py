@@ -1,0 +1,80 @@
+"""Epochs of a group on the direct plane: the communicators of the present one, and the rounds that go by them.
+
+After a void round, the epoch goes through the coordinator for `_REST_ROUNDS`, doubled with each further one. All
+members know of the same void rounds, and count alike. The reason for a void round often lasts: a learner that has yet
+to catch up, or two members that cannot reach each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gradserver.protocol.planes import DIRECT
+from gradserver.worker.client import Worker
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.planes.communicator import Communicator, Signal
+
+_FORM_SECONDS: Final = 20.0
+"""Seconds in which members have to find each other when an epoch begins."""
+_REST_ROUNDS: Final = 8
+_MOST_REST_ROUNDS: Final = 512
+
+
+@dataclass
+class Directs:
+    """Communicators of one worker, which its modules share, and the rounds of the present epoch that are direct."""
+
+    worker: Worker
+    epoch: int = -1
+    voids: int = 0
+    """Rounds of this epoch that were void."""
+    rests_until: int = 0
+    """The first round of this epoch that may be direct again."""
+    communicator: Communicator | None = None
+    devices: set[torch.device] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, worker: Worker) -> Directs:
+        """Return those of ``worker``."""
+        return _of_worker.setdefault(worker, cls(worker))
+
+    def reduces(self) -> bool:
+        """Tell whether the present round is direct. All members say the same: it depends on what all have been told."""
+        session = self.worker._session
+        here = session.membership
+        if here.epoch != self.epoch:
+            self.give_up()
+            self.epoch, self.voids, self.rests_until = here.epoch, 0, 0
+        return session.stage is Stage.MEMBER and here.plane == DIRECT and session.round >= self.rests_until
+
+    def joined(self, signal: Signal) -> Communicator:
+        """Return the communicator of the present epoch, and form it if need be."""
+        here = self.worker._session.membership
+        if self.communicator is None:
+            name = f"{here.group}/{self.epoch}/{self.voids}"
+            stores = [offer.store for offer in here.offers]
+            store, host = next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
+            made = Communicator(store, name, here.rank, len(here.member_ids), self.devices, host)
+            self.communicator = made
+            made.form(signal, min(_FORM_SECONDS, self.worker.timeout))
+        return self.communicator
+
+    def void(self) -> None:
+        """Note that the present round is void."""
+        self.give_up()
+        self.voids += 1
+        rest = min(_REST_ROUNDS << (self.voids - 1), _MOST_REST_ROUNDS)
+        self.rests_until = self.worker.round + 1 + rest
+
+    def give_up(self) -> None:
+        """End all that is under way among the members."""
+        communicator, self.communicator = self.communicator, None
+        if communicator is not None:
+            communicator.give_up()
+
+
+_of_worker: WeakKeyDictionary[Worker, Directs] = WeakKeyDictionary()
