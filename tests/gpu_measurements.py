@@ -392,7 +392,7 @@ def memory(gpu: Gpu) -> Found:
             gpu.wait()
             peaks[name] = gpu.peak()
             if isinstance(wrapped, gradserver.DistributedDataParallel):
-                copiers = [one for one in wrapped._rounds._staging._devices.values() if one is not None]
+                copiers = [one for one in _staged(wrapped)._devices.values() if one is not None]
                 host = sum(memory.nbytes for one in copiers for memory in one._memory._locked)
             del model, optimizer, wrapped, step
     nbytes = settings.parameters * 2
@@ -402,6 +402,13 @@ def memory(gpu: Gpu) -> Found:
         f"beyond the bare one on the device, and {host / nbytes:.2f} times that on the host"
     )
     return Found(more <= 1.02 * nbytes and host <= 1.05 * nbytes + 64 * MIB, text, {**peaks, "host": host})
+
+
+def _staged(wrapped: gradserver.DistributedDataParallel) -> staging.Staging:
+    """Return the plane of a module that the coordinator reduces."""
+    plane = wrapped._rounds._plane
+    assert isinstance(plane, staging.Staging)
+    return plane
 
 
 def scaler(gpu: Gpu) -> Found:
