@@ -91,10 +91,15 @@ class FakeDevice:
         self.refuses = refuses
         self.locked: dict[int, int] = {}
         self.pinned_bytes = 0
+        self.users = set[int]()
+        """Threads that have made it theirs."""
         self.copied = [0, 0]
         """Bytes copied to the host, and to the device."""
         self.hosts: list[tuple[int, int]] = []
         self._pace: Pace = pace
+
+    def use(self) -> None:
+        self.users.add(threading.get_ident())
 
     def new_stream(self) -> FakeStream:
         return FakeStream(self, self._pace)
@@ -106,6 +111,7 @@ class FakeDevice:
         return self.compute
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        assert not threading.current_thread().name.startswith("gradserver-") or threading.get_ident() in self.users
         to_device = any(begin <= source.data_ptr() < end for begin, end in self.hosts)
         with self.mutex:
             self.copied[to_device] += source.nbytes

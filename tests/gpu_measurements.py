@@ -207,7 +207,7 @@ class Traced:
         self._gpu, self._device = gpu, gpu.open()
         self.name = self._device.name
         self.new_stream, self.new_event = self._device.new_stream, self._device.new_event
-        self.current_stream, self.keep = self._device.current_stream, self._device.keep
+        self.current_stream, self.keep, self.use = self._device.current_stream, self._device.keep, self._device.use
         self.lock, self.unlock, self.pinned = self._device.lock, self._device.unlock, self._device.pinned
         self.copied: list[tuple[Stream, Any, Any, int]] = []
 

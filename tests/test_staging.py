@@ -309,6 +309,9 @@ def test_a_closed_worker_frees_the_memory_and_takes_no_more(alone: Callable[...,
         staged.push(0, 1.0).result(10)
     with pytest.raises(ClosedError):
         staged.copier.join(10)
+    with pytest.raises(ClosedError):
+        staged.copier.push(0, torch.zeros(1000), 1.0, True).result(10)  # with new memory
+    assert not staged.device.locked
 
 
 def test_an_empty_bucket_is_exchanged_like_any_other(alone: Callable[..., Staged]) -> None:

@@ -131,6 +131,7 @@ class _Outbound:
                 self._tasks.put(_End)
 
     def _run(self) -> None:
+        self._device.use()
         goes_on = True
         while goes_on or self._under_way:
             while goes_on and (not self._under_way or not self._tasks.empty()):
@@ -226,6 +227,7 @@ class _Inbound:
             self._tasks.put(_End)
 
     def _run(self) -> None:
+        self._device.use()
         while self._carry_out([self._tasks.get(), *self._waiting()]):
             pass
         assert self._last is not None

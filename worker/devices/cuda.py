@@ -27,6 +27,10 @@ class CudaDevice:
         self.name = str(device)
         self._device = device
 
+    def use(self) -> None:
+        """Make it the calling thread's device. A new thread has device 0, and would take memory there by and by."""
+        torch.cuda.set_device(self._device)
+
     def new_stream(self) -> Stream:
         """Return a stream beside all others."""
         stream: Stream = _cuda.Stream(self._device)
@@ -75,8 +79,8 @@ class CudaDevice:
 
         def run() -> None:
             try:
-                with torch.cuda.device(self._device):  # else a new thread takes device 0, which costs memory there
-                    outcome.set_result(int(call()))
+                self.use()
+                outcome.set_result(int(call()))
             except BaseException as error:
                 outcome.set_exception(error)
 

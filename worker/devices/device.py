@@ -36,6 +36,9 @@ class Device(Protocol):
 
     name: str
 
+    def use(self) -> None:
+        """Make it the calling thread's device, before that thread does anything else with it."""
+
     def new_stream(self) -> Stream:
         """Return a stream beside all others."""
 

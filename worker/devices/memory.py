@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -39,7 +40,8 @@ class HostMemory:
         self._locked: list[Tensor] = []
         """Memory with pages that `release` unlocks. Until then nothing may unmap it."""
         self._process = os.getpid()
-        self._complained = False
+        self._complained = self._released = False
+        self._lock = threading.Lock()
 
     def new(self, nbytes: int) -> Tensor:
         """Return ``nbytes`` bytes, uninitialised. They share no page with anything else, as a page is locked once."""
@@ -49,13 +51,16 @@ class HostMemory:
         # know: so this mapping is shared, too (the default of mmap), with nobody.
         array = np.frombuffer(mmap.mmap(-1, size), np.uint8) if given is None else given
         memory = torch.from_numpy(array)
-        try:
-            reason = self._device.lock(memory)
-        except RuntimeError as error:
-            reason = str(error)
-        if reason is None:
-            self._locked.append(memory)
-            return memory[:nbytes]
+        with self._lock:
+            if self._released:  # the worker is closed, and the next push will say so
+                return memory[:nbytes]
+            try:
+                reason = self._device.lock(memory)
+            except RuntimeError as error:
+                reason = str(error)
+            if reason is None:
+                self._locked.append(memory)
+                return memory[:nbytes]
         if not self._complained:
             log.warning(
                 "gradients of %s are copied once more on the host, in pinned memory: %s", self._device.name, reason
@@ -66,5 +71,7 @@ class HostMemory:
     def release(self) -> None:
         """Unlock all pages. No copy may be under way. A second call does nothing, and neither does a forked child's."""
         if self._process == os.getpid():
-            while self._locked:
-                self._device.unlock(self._locked.pop())
+            with self._lock:
+                self._released = True
+                while self._locked:
+                    self._device.unlock(self._locked.pop())
