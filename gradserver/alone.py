@@ -13,7 +13,7 @@ from typing import ParamSpec
 
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
-from gradserver.protocol.channel import Outlet
+from gradserver.protocol.channel import Channel, Outlet
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.planes import IN_PROCESS
@@ -53,10 +53,19 @@ def train_alone(wish: Wish) -> Worker:
     alarm = Alarm(lambda: _tick(coordinator))
     coordinator = Runtime(Engine({group: 1}), alarm.set)
     ours, theirs = in_process_pair(wish.join.name)
-    theirs.attach(_Inbox(coordinator, theirs, alarm))
+    inbox = _Inbox(coordinator, theirs, alarm)
+    theirs.attach(inbox)
     session = Session(ours, wish.join.timeout)
+    session.subgroups.grow_by(lambda: _grow(coordinator, inbox.connection))
     session.join(replace(wish.join, offer=wish.join.offer._replace(channel=IN_PROCESS))).wait()
     return Worker(session, wire=wish.wire)
+
+
+def _grow(coordinator: Runtime, base: int) -> Channel:
+    """Return a channel for a sub-group of this one worker."""
+    ours, theirs = in_process_pair("sub-group")
+    theirs.attach(Inbox(coordinator, theirs, base=base))
+    return ours
 
 
 def _tick(coordinator: Runtime) -> float | None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
@@ -24,7 +25,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
-from gradserver.protocol.messages import Join, Message
+from gradserver.protocol.messages import Join, Message, Split
 from gradserver.protocol.offers import THREAD
 from gradserver.runtime import Runtime
 from gradserver.worker.client import Worker
@@ -105,6 +106,8 @@ class LocalCluster:
         joined = [self._join(f"worker-{rank}", rank, world_size)[0] for rank in range(world_size)]
         self.workers: list[Worker] = [Worker(line.session, wire=wire) for line in joined]
         self._lines = dict(zip(self.workers, joined, strict=True))
+        self._bases: weakref.WeakKeyDictionary[Inbox, int] = weakref.WeakKeyDictionary()
+        """The worker's own connection, by the inbox of that of a sub-group."""
         self._closed = False
         self._process = os.getpid()
 
@@ -184,8 +187,18 @@ class LocalCluster:
         inbox = Inbox(self._coordinator, theirs, self._release)
         theirs.attach(inbox)
         session = Session(ours, self._timeout)
+        line = _Line(session, ours, inbox.connection)
+        session.subgroups.grow_by(lambda: self._grow(line))
         joining = session.join(Join("local", name, rank, wish, self._timeout, THREAD))
-        return _Line(session, ours, inbox.connection), joining
+        return line, joining
+
+    def _grow(self, line: _Line) -> Channel:
+        """Return a channel for a sub-group of this worker."""
+        ours, theirs = in_process_pair("a sub-group's channel")
+        inbox = Inbox(self._coordinator, theirs, self._release, line.connection)
+        theirs.attach(inbox)
+        self._bases[inbox] = line.connection
+        return ours
 
     def _tick(self) -> float | None:
         self._coordinator.tick()
@@ -201,21 +214,26 @@ class LocalCluster:
         while self._release_again and self._releasing.acquire(blocking=False):
             try:
                 self._release_again = False
-                awaited = self._coordinator.undisturbed(lambda: self._engine.awaited("local"))
+                bases = {inbox.connection: base for inbox, base in list(self._bases.items())}
+                awaited = {bases.get(one, one) for one in self._coordinator.undisturbed(self._awaited)}
                 for worker in [one for one in running.returned if self._is_awaited(one, awaited)]:
                     running.returned.discard(worker)
                     worker.close("its function has returned")
             finally:
                 self._releasing.release()
 
+    def _awaited(self) -> set[int]:
+        """Return connections of members that others wait for, in the group or a sub-group."""
+        return {one for name in self._engine.control.groups for one in self._engine.awaited(name)}
+
     def _is_awaited(self, worker: Worker, awaited: set[int]) -> bool:
         """Return whether others wait for what ``worker`` will never do. Exchanges that it has begun continue."""
         line = self._lines.get(worker)
         if line is None or line.connection not in awaited:
             return False
-        if line.session.member.exchanges.is_busy:
+        if line.session.is_busy:
             self._alarm.set(time.monotonic() + _LOOK_AGAIN_SECONDS)
-        return not line.session.member.exchanges.is_busy
+        return not line.session.is_busy
 
 
 class _Running:
@@ -266,15 +284,23 @@ class _Line(NamedTuple):
 
 
 class Inbox:
-    """Receiver that hands the messages of one channel to the coordinator."""
+    """Receiver that hands the messages of one channel to the coordinator.
 
-    def __init__(self, coordinator: Runtime, channel: Outlet, then: Callable[[], None] = lambda: None) -> None:
-        self._coordinator, self._then = coordinator, then
+    ``base`` is the worker's own connection, if this is one for a sub-group.
+    """
+
+    def __init__(
+        self, coordinator: Runtime, channel: Outlet, then: Callable[[], None] = lambda: None, base: int = -1
+    ) -> None:
+        self._coordinator, self._then, self._base = coordinator, then, base
         self.connection = coordinator.connect(channel)
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
         """Hand over a message of the worker."""
-        self._coordinator.receive(self.connection, message, payloads)
+        if type(message) is Split:
+            self._coordinator.branch(self.connection, self._base, message)
+        else:
+            self._coordinator.receive(self.connection, message, payloads)
         self._then()
 
     def lost(self, error: GradServerError) -> None:

@@ -12,12 +12,12 @@ from typing import Protocol, TypeVar
 
 from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send, make
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
+from gradserver.engine.events import Branched, Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet
 from gradserver.protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
-from gradserver.protocol.messages import Failure, Message, Scope
+from gradserver.protocol.messages import Failure, Message, Scope, Split
 from gradserver.reducer import PENDING, Pending, Reducer, broken_by
 
 log = logging.getLogger("gradserver")
@@ -119,6 +119,10 @@ class Runtime:
     def receive(self, connection: int, message: Message, payloads: Sequence[Buffer] = ()) -> None:
         """Handle a message."""
         self._handle(make(Received, (connection, message, payloads)))
+
+    def branch(self, connection: int, base: int, message: Split) -> None:
+        """Handle the request for a sub-group on a connection that ``base`` carries."""
+        self._handle(Branched(connection, base, message))
 
     def restore(self, records: tuple[Kind, ...]) -> None:
         """Restore the state that an earlier coordinator has written."""

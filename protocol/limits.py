@@ -41,6 +41,8 @@ MAX_SLICES: Final = 8192
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256
+MAX_SUBGROUPS: Final = 1024
+"""Sub-groups of all groups together, and logical connections that one connection carries."""
 MAX_ENDED_GROUPS: Final = 1024
 """Ended groups that have not paid for what they had written, as far as a coordinator remembers them."""
 JOURNAL_QUOTA_BYTES: Final = 256 * MIB

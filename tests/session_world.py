@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from gradserver import reducer
 from gradserver.engine.commands import Reduce
@@ -168,6 +168,9 @@ class Wire:
     def watch(self, _enough: Callable[[], bool]) -> None: ...
 
     def look(self) -> None: ...
+
+    def branch(self) -> NoReturn:
+        raise AssertionError("no program of these worlds makes sub-groups")
 
     def ask(self, shard: int = 0) -> None: ...
 

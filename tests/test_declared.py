@@ -103,8 +103,8 @@ def test_a_field_without_a_check_is_noticed_at_once(declared: Any) -> None:
 
 
 def test_messages_keep_their_numbers() -> None:
-    assert sorted(message.kinds) == list(range(46))
-    assert {code: message.kinds[code].__name__ for code in (0, 1, 5, 6, 22, 34, 45)} == {
+    assert sorted(message.kinds) == list(range(47))
+    assert {code: message.kinds[code].__name__ for code in (0, 1, 5, 6, 22, 34, 45, 46)} == {
         0: "Failure",
         1: "Join",
         5: "Push",
@@ -112,6 +112,7 @@ def test_messages_keep_their_numbers() -> None:
         22: "RoundDone",
         34: "Used",
         45: "Opened",
+        46: "Split",
     }
 
 

@@ -28,12 +28,12 @@ from gradserver.protocol.planes import DIRECT, IN_PROCESS
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.collectives.arguments import check_weight
 from gradserver.worker.collectives.calls import S
-from gradserver.worker.collectives.objects import ObjectCollectives
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.learner import enter
 from gradserver.worker.member.learner import Arrival, Stage
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.session import Session
+from gradserver.worker.splitting import SubgroupCalls
 from gradserver.worker.tensors import Tensor, bind, empty
 from gradserver.worker.tree import Tree
 
@@ -54,7 +54,7 @@ _BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
 """The plan of a group that has no gradients."""
 
 
-class Worker(ObjectCollectives):
+class Worker(SubgroupCalls):
     """One replica's membership of a group. `gradserver.connect` and `gradserver.LocalCluster` create it.
 
     Tensors are torch tensors or numpy arrays of any numeric element type. All members must call collectives in the

@@ -192,8 +192,11 @@ def join(wish: Wish) -> Worker:
     connection, session = _join(url, wish, until)
     try:
         channel = _agreed_channel(wish.channel, session.membership)
+        session.subgroups.grow_by(connection.branch)
         if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-            session.endure(ReconnectingChannel(connection, session, wish.reconnect))
+            lasting = ReconnectingChannel(connection, session, wish.reconnect)
+            session.endure(lasting)
+            session.subgroups.grow_by(lasting.branch)
         elif not session.membership.needs_all:
             connection.attach(Farewell(session, url))
         _attend_shards(connection, session, until)

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
-from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Welcome
+from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Split, Welcome
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.protocol.plan import Plan, Section
 from gradserver.worker.agreement import Agreement
@@ -29,6 +29,7 @@ from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.resumption import Resumption
+from gradserver.worker.subgroups import Subgroups
 from gradserver.worker.traffic import Traffic
 from gradserver.worker.transport import forking
 from gradserver.worker.workspace import WORKSPACE
@@ -70,6 +71,7 @@ class Session:
         boundaries: its rounds.
         learner: what it was told when it joined a group that trains already.
         donor: what it sends to learners.
+        subgroups: memberships of sub-groups, which end with this one.
         resumption: how it outlives connections; None unless the group is durable.
         disowned: error for a forked child, if this process is one: all this belongs to its parent.
     """
@@ -83,6 +85,7 @@ class Session:
         self.resumption: Resumption | None = None
         self._lasting: Lasting | None = None
         self.disowned: UsageError | None = None
+        self.subgroups: Subgroups[Session] = Subgroups(self)
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
         self.state_part, self.ask = self.traffic.state_part, self.traffic.ask
@@ -127,10 +130,15 @@ class Session:
         """True if nothing can be sent any more."""
         return self.traffic.closed is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """True if an exchange is under way, here or in a sub-group."""
+        return self.member.exchanges.is_busy or self.subgroups.is_busy
+
     # ── joining, agreeing, leaving ────────────────────────────────────────────────────────────────────
 
-    def join(self, join: Join) -> Handle:
-        """Ask to be let in. The handle is done when the group is complete."""
+    def join(self, join: Join | Split) -> Handle:
+        """Ask to be let in, or for a sub-group. The handle is done when the group is complete."""
         joining = Handle(join.timeout, self.traffic.channel)
         with self.traffic.mutex:
             self.member.attachment.join(joining)
@@ -175,10 +183,14 @@ class Session:
             raise
         return handle
 
-    def close(self, reason: str, failed: bool = False) -> None:
-        """Leave the group; whatever is open fails with ClosedError. ``failed``: because of an error."""
+    def close(self, reason: str, failed: bool = False, waits: bool = True) -> None:
+        """Leave the group and its sub-groups; whatever is open fails with ClosedError. ``failed``: because of an error.
+
+        Without ``waits`` it is not known on return that the coordinator has heard this.
+        """
         if self.disowned is not None:
             raise self.disowned.again()
+        self.subgroups.close(reason, failed)
         error = ClosedError(f"the worker was closed ({reason})")
         if self._lasting is not None and not self.closed:
             self._lasting.prepare_to_leave(0.0 if failed else _PATIENCE_SECONDS)
@@ -186,11 +198,11 @@ class Session:
             still_open = self.traffic.close(error)
             self.member.exchanges.send_nothing()
         if still_open:
-            self._say_goodbye(Leave(reason[:MAX_REASON], failed))
+            self._say_goodbye(Leave(reason[:MAX_REASON], failed), waits)
         self.traffic.channel.close()
         self._fail_everything(error)
 
-    def _say_goodbye(self, leave: Leave) -> None:
+    def _say_goodbye(self, leave: Leave, waits: bool) -> None:
         """Leave, and wait until the coordinator has heard it, and so all that was said before.
 
         A connection that is closed too early can take with it what the other side has not read yet. Other data
@@ -198,6 +210,9 @@ class Session:
         """
         attachment, channel = self.member.attachment, self.traffic.channel
         with suppress(GradServerError):
+            if not waits and not self.membership.shards:
+                channel.send(leave)
+                return
             for numbers in (attachment.reached(self.member.exchanges.shards), [0]):
                 leaving = [Handle(_FAREWELL_SECONDS, channel) for _ in numbers]
                 for number, handle in zip(numbers, leaving, strict=True):
@@ -275,6 +290,12 @@ class Session:
         if self._lasting is not None:
             self._lasting.put_out_beacon()
         self._fail_everything(error)
+        self.subgroups.lose(error)
+
+    def end(self, error: GradServerError) -> None:
+        """Fail everything with ``error``, and close the channel: what carries it has ended."""
+        self.lost(error)
+        self.traffic.channel.close()
 
     def attend(self, shard: int, timeout: float, channel: Channel | None = None, generation: int = 0) -> Handle:
         """Tell a data shard which worker this is; the handle is done when it has let the worker in.

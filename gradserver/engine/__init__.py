@@ -25,7 +25,7 @@ from gradserver.engine.control.half import Control
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
+from gradserver.engine.events import Branched, Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.engine.reports import Violation
 from gradserver.protocol.limits import CREDIT_BYTES
@@ -90,6 +90,8 @@ class Engine:
                 self.data.hold(connection, message, payloads, now, effects)
             case Received(connection, message, payloads):
                 self.control.receive(connection, message, payloads, now, effects)
+            case Branched(connection, base, message):
+                self.control.split(connection, base, message, now, effects)
             case Garbled(connection, error):
                 effects.report(Violation(connection, error))
             case Disconnected(connection, reason, ended, silent):

@@ -13,7 +13,7 @@ from gradserver.engine.declared import Kind
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey
-from gradserver.protocol.messages import Message
+from gradserver.protocol.messages import Message, Split
 
 
 class Received(NamedTuple):
@@ -22,6 +22,15 @@ class Received(NamedTuple):
     connection: int
     message: Message
     payloads: Sequence[Buffer] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Branched:
+    """The owner of the connection ``base`` asks for a sub-group on ``connection``, which ``base`` carries."""
+
+    connection: int
+    base: int
+    message: Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +136,4 @@ class Restored:
     kept: frozenset[str] = frozenset()
 
 
-Event = Received | Garbled | Disconnected | Reduced | Tick | Stop | Restored
+Event = Received | Garbled | Disconnected | Reduced | Tick | Stop | Restored | Branched

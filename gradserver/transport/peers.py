@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.limits import MAX_SUBGROUPS
 from gradserver.protocol.messages import Failure, Message, Ping, Result, Scope, Welcome
+from gradserver.protocol.transport.branches import on_branch
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.transport.local_peers import Line
 from gradserver.transport.traffic import MEMBERS_MESSAGES, MEMBERS_RATE, Traffic
@@ -62,21 +64,37 @@ class Peer:
         """Time since when the beacon is missing."""
         self.doubtful: float | None = None
         """Time since when process and connection disagree."""
+        self.branches: dict[int, Branch] = {}
+        """Branches that this connection carries, by number."""
         self._farewell: Failure | None = None
         """Last words to it."""
+
+    def grow(self, number: int) -> Branch | None:
+        """Return a new branch; None if there are too many."""
+        if len(self.branches) >= MAX_SUBGROUPS:
+            return None
+        branch = self.branches[number] = Branch(self, number)
+        self.traffic.carry(1 + len(self.branches))
+        return branch
 
     def attach(self, receiver: object) -> None:
         """Do nothing: messages always go to the coordinator."""
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), branch: int = 0) -> None:
         """Send, or have peers probed soon: a lost worker may have said more than was read so far."""
+        if branch:
+            self._pass_on(on_branch(self._server.encoded(message), branch), payloads)
+            return
         if type(message) is Result:  # by far the most frequent
             pass
         elif type(message) is Welcome and message.durable:
             self._server.welcomed(self, message)
         elif type(message) is Failure and message.scope is Scope.CONNECTION:
             self._farewell = message
-        line, header = self.line, self._server.encoded(message)
+        self._pass_on(self._server.encoded(message), payloads)
+
+    def _pass_on(self, header: bytes, payloads: Sequence[Buffer]) -> None:
+        line = self.line
         if not self._reachable:
             sent = False
         elif line is not None:
@@ -109,3 +127,30 @@ class Peer:
     def close(self) -> None:
         """Drop the peer: what still comes from there is a stranger's."""
         self._server.forget(self.identity, self._farewell)
+
+
+class Branch:
+    """The server's end of a branch: a connection that the one of ``peer`` carries.
+
+    Attributes:
+        connection: number by which the engine knows it.
+    """
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        self._peer, self._number = peer, number
+        self.connection = -1
+
+    def begin(self, connection: int) -> None:
+        """Note the number by which the engine knows it."""
+        self.connection = connection
+
+    def attach(self, receiver: object) -> None:
+        """Do nothing: messages always go to the coordinator."""
+
+    def send(self, message: Message, payloads: Sequence[Buffer] = ()) -> None:
+        """Send on the peer's connection."""
+        self._peer.send(message, payloads, self._number)
+
+    def close(self) -> None:
+        """Take nothing from this branch any more. Its number does not come again."""
+        self._peer.branches.pop(self._number, None)

@@ -41,12 +41,14 @@ from gradserver.protocol.messages import (
     Welcome,
 )
 from gradserver.protocol.messages.recovery import Held, Holding
+from gradserver.protocol.transport.branches import MARK, branch_of
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES, sender
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Runtime
 from gradserver.transport.binding import bind_router
+from gradserver.transport.branches import PARTED, Branches
 from gradserver.transport.handshake import ROLES, Handshake
 from gradserver.transport.liveness import Liveness, Patience, Verdict
 from gradserver.transport.local import UnixServer
@@ -71,6 +73,7 @@ _LONG_FRAME: Final = 256
 """Bytes that ZMTP puts in front of a frame: the second number for frames of `_LONG_FRAME` bytes and more."""
 _WEIGHED: Final = frozenset((Held, Holding, Reported))
 """Messages that come in large numbers and take no credit: in a recovery, and from data shards."""
+_MARK: Final = bytes([MARK])
 _STATUS_COST: Final = 64
 """Number of messages that a member's request for the status counts as."""
 _STATUS_PAUSE: Final = 5
@@ -119,6 +122,7 @@ class TcpServer:
         self._link: Link | None = None
         self._handshake = Handshake(self._connections, self._liveness, self.route)
         self._strangers = self._handshake.strangers
+        self._branches = Branches(runtime)
         self._gaps: dict[bytes, Numbers] = {}
         """Numbers by identity, of the connections on which a message is missing."""
         self._status, self._status_due = b"", 0.0
@@ -291,13 +295,14 @@ class TcpServer:
         lost = ConnectionLostError(f"this connection to {self.url} is closed: {error.message}")
         told = self._strangers.farewell(identity) or Failure.of(lost, Scope.CONNECTION)
         self.route(identity, encode(told))
-        self.forget(identity, told)
+        self.forget(identity, told, error.message)
         if peer is not None:
             self._runtime.lost(peer.connection, error.message)
 
     def _take(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         """Take one message, which is in order."""
         peer = self._peers.get(identity)
+        number, frames = branch_of(frames) if peer is not None and frames[0][:1] == _MARK else (0, frames)
         try:
             message, payloads = decode(frames)
         except GradServerError as error:
@@ -309,10 +314,12 @@ class TcpServer:
         if type(message) is StatusRequest:
             if peer is None or self._may_go_on(peer, _STATUS_COST):
                 self.route(identity, encode(Status()), [self._current_status()])
-        elif peer is not None:
-            self._take_from(peer, message, payloads)
-        else:
+        elif peer is None:
             self._shake(identity, message, payloads, frames)
+        elif number:
+            self._take_from_branch(peer, number, message, payloads)
+        else:
+            self._take_from(peer, message, payloads)
 
     def _shake(self, identity: bytes, message: Message, payloads: Sequence[Buffer], frames: Sequence[Buffer]) -> None:
         """Make a stranger a peer, if ``message`` opens a role."""
@@ -330,13 +337,7 @@ class TcpServer:
     def _take_from(self, peer: Peer, message: Message, payloads: Sequence[Buffer]) -> None:
         """Pass on a message of a peer. A place in memory that it shares becomes that memory."""
         if type(message) is Push:
-            if message.place is not None:
-                try:
-                    payloads = self._views(peer.identity, message.place, message.target)
-                except MalformedMessageError as error:
-                    self._runtime.garbled(peer.connection, error)
-                    return
-            self._runtime.receive(peer.connection, message, payloads)
+            self._take_push(peer, peer.connection, message, payloads)
             return
         if type(message) not in _WEIGHED and not self._may_go_on(peer):
             return
@@ -350,9 +351,28 @@ class TcpServer:
         if type(message) is Present:
             self._liveness.beats(peer, message)
             return
-        if type(message) is Leave and self._unix is not None:
-            self._unix.unshare(peer.identity)  # before the answer: a worker that has left has its memory for itself
+        if type(message) is Leave:
+            self._branches.end(peer, "it left the group that its sub-group is of")
+            if self._unix is not None:
+                self._unix.unshare(peer.identity)  # before the answer: then its memory is its own again
         self._runtime.receive(peer.connection, message, payloads)
+
+    def _take_push(self, peer: Peer, connection: int, push: Push, payloads: Sequence[Buffer]) -> None:
+        if push.place is not None:
+            try:
+                payloads = self._views(peer.identity, push.place, push.target)
+            except MalformedMessageError as error:
+                self._runtime.garbled(connection, error)
+                return
+        self._runtime.receive(connection, push, payloads)
+
+    def _take_from_branch(self, peer: Peer, number: int, message: Message, payloads: Sequence[Buffer]) -> None:
+        """Pass on a message of one of the peer's branches."""
+        if type(message) is Push:
+            if (branch := peer.branches.get(number)) is not None:
+                self._take_push(peer, branch.connection, message, payloads)
+        elif type(message) in _WEIGHED or self._may_go_on(peer):
+            self._branches.hear(peer, number, message, payloads)
 
     def _may_go_on(self, peer: Peer, messages: int = 1) -> bool:
         """Count messages that take no credit. Return False for a peer that has sent too many, after its eviction."""
@@ -412,8 +432,13 @@ class TcpServer:
             raise
         return True
 
-    def forget(self, identity: bytes, farewell: Failure | None = None) -> None:
-        """Drop a peer with the last words ``farewell``. Nothing that still comes from it is taken."""
+    def forget(
+        self, identity: bytes, farewell: Failure | None = None, reason: str = PARTED, ended: bool = False
+    ) -> None:
+        """Drop a peer with the last words ``farewell``. Nothing that still comes from it is taken.
+
+        Its branches are lost for ``reason``; if its process has ``ended``, for certain.
+        """
         if (peer := self._peers.pop(identity, None)) is not None:
             self._liveness.forget(peer)
             self._connections.part(identity, peer.traffic, time.monotonic())
@@ -421,6 +446,8 @@ class TcpServer:
         self._strangers.part(identity, farewell)
         if self._unix is not None:
             self._unix.forget(identity)
+        if peer is not None:
+            self._branches.end(peer, reason, ended)
 
     def welcomed(self, peer: Peer, welcome: Welcome) -> None:
         """Have ``peer`` light the beacon by which another coordinator knows it that takes this one's place."""
@@ -473,9 +500,10 @@ class TcpServer:
                 self._lose(Verdict(peer, why))
         if self._unix is not None:
             for peer in [peer for peer in self._peers.values() if peer.line is not None]:
-                if self._unix.queued(peer.identity) > allowance:
+                allowed, queued = allowance * peer.traffic.memberships, self._unix.queued(peer.identity)
+                if queued > allowed:
                     self._unix.cut(peer.identity)
-                    self._lose(Verdict(peer, unread_text(self._unix.queued(peer.identity), allowance)))
+                    self._lose(Verdict(peer, unread_text(queued, allowed)))
 
     def _probe(self) -> None:
         verdicts = self._liveness.look(self._peers.values())
@@ -497,5 +525,5 @@ class TcpServer:
         if silent:
             self._runtime.silent(peer.connection, reason)
         else:
-            self.forget(peer.identity)
+            self.forget(peer.identity, None, reason, ended)
             self._runtime.lost(peer.connection, reason, ended)

@@ -13,7 +13,8 @@ shutdown(2), and libzmq then acts as on any connection that breaks.
                 messages that it says on a connection                STRANGERS_MESSAGES, and STRANGERS_RATE each second
                 bytes that it leaves unread                          STRANGERS_UNREAD
     strangers   bytes that they have said, together                  ALL_STRANGERS_BYTES
-    a member    bytes that it leaves unread                          the allowance: four times its credit, one each pool
+    a member    bytes that it leaves unread                          the allowance: its credit in each of four pools;
+                                                                     once for each membership that it carries
                 bytes of it that were not taken yet                  the same, and one message
                 bytes of a message that does not end                 MESSAGE_BYTES
                 messages that take no credit                         MEMBERS_MESSAGES, and MEMBERS_RATE each second
@@ -92,16 +93,30 @@ class Traffic:
         sent: bytes that were given to libzmq for it.
         untaken: bytes that libzmq had read and that were not received yet, at the last look.
         unread: bytes that were sent and are not acknowledged by the other side yet, at the last look.
+        memberships: the most memberships of groups that it has carried at once. Each has its own allowance.
     """
 
     __slots__ = (
         *("_cookie", "_floor", "_last_taken", "_socket", "_stuck"),
-        *("descriptor", "member", "parted", "present", "sent", "shut", "since", "taken", "unread", "untaken"),
+        *(
+            "descriptor",
+            "member",
+            "memberships",
+            "parted",
+            "present",
+            "sent",
+            "shut",
+            "since",
+            "taken",
+            "unread",
+            "untaken",
+        ),
     )
 
     def __init__(self, descriptor: int = -1) -> None:
         self.descriptor, self.since = descriptor, time.monotonic()
         self.member = self.present = self.shut = False
+        self.memberships = 1
         self.parted: float | None = None
         self.taken = self.sent = self.untaken = self.unread = 0
         self._floor = self._last_taken = 0
@@ -121,6 +136,10 @@ class Traffic:
         if self._socket is not None:
             self._socket.detach()  # the descriptor is libzmq's
             self._socket = None
+
+    def carry(self, memberships: int) -> None:
+        """Note that it carries so many memberships."""
+        self.memberships = max(self.memberships, memberships)
 
     def measure(self, now: float) -> bool:
         """Ask the kernel for its counts. Return False if it has none."""
@@ -289,14 +308,14 @@ class Connections:
 
         Args:
             now: on `time.monotonic`'s scale.
-            allowance: bytes that a member may leave unread, or have under way, at most.
+            allowance: bytes that a member may leave unread, or have under way, at most, for each membership.
             caught_up: True if all whole messages that have come were taken.
         """
         began = time.thread_time()  # what other processes take of the processor's time is no cost of a look
         members: list[tuple[Traffic, str]] = []
         here = [one for one in self._connections.values() if not one.shut and one.measure(now)]
         for traffic in here:
-            if why := traffic.trouble(now, allowance, caught_up):
+            if why := traffic.trouble(now, allowance * traffic.memberships, caught_up):
                 self._end(traffic, why, members)
         strangers = [one for one in here if not one.shut and _is_strangers(one)]
         said = sum(one.untaken for one in strangers)

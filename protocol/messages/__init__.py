@@ -11,6 +11,8 @@ worker                                  coordinator
   ◄────────────────────────────────────── Attended
   ShareMemory ───────────────────────────► "is there memory that both of us see?"
   ◄────────────────────────────────────── MemoryAt, where to hand it over
+  Split ─────────────────────────────────► on a branch: waits until all have asked that the sub-group is of
+  ◄────────────────────────────────────── Welcome (or Failure), on the branch, as all else of the sub-group
   Propose + plan ────────────────────────► compares, when all have proposed
   ◄────────────────────────────────────── Agreed (or Failure)
   Opens, Steps ──────────────────────────► "this round is that module's", and "I step", with several modules
@@ -90,6 +92,7 @@ from gradserver.protocol.messages.membership import (
     Ready,
     RoundDone,
     Serve,
+    Split,
     StateFailed,
     Transfer,
 )

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple, Self
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.declared import BESIDE, nested, several
-from gradserver.protocol.fields import Count, Flag, Rank, Ranks, Text, Texts
+from gradserver.protocol.fields import Count, Flag, Rank, Ranks, Seconds, Text, Texts
 from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.offers import Offer, PlaneName, unpack_offers
@@ -90,6 +90,26 @@ class RoundDone(MessageKind):
     round: Count
     epoch: Count
     transfers: Annotated[tuple[Transfer, ...], several(nested(Transfer), MAX_LIST)] = ()
+
+
+@message(46)
+@dataclass(frozen=True, slots=True)
+class Split(MessageKind):
+    """The request of a member for a sub-group, on a connection of its own that its first one carries.
+
+    The answer is a Welcome, when all have asked that are named.
+
+    Attributes:
+        group: name of the parent.
+        epoch: number of the parent's membership by which this member goes.
+        member_ids: ids in the parent of those that the sub-group is of, in order. The sender is one of them.
+        timeout: seconds that this member waits for the others.
+    """
+
+    group: Text
+    epoch: Count
+    member_ids: Ranks
+    timeout: Seconds
 
 
 @message(35)

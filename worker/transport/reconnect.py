@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.channel import Lock, Receiver
+from gradserver.protocol.channel import Channel, Lock, Receiver
 from gradserver.protocol.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -114,6 +114,7 @@ class ReconnectingChannel:
         self._closing = threading.Event()
         self._news = threading.Event()
         """Set when the own thread has something to do."""
+        self.branch: Callable[[], Channel] = lambda: self._channel.branch()  # ends with the present connection
         self.attach(session)
         self._thread = threading.Thread(target=self._live, name="gradserver-reconnect", daemon=True)
         self._thread.start()
@@ -247,9 +248,7 @@ class ReconnectingChannel:
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """Handle that the coordinator has said that it stops."""
-        with self._lock:
-            channel = self._trying or self._channel
-        self.broke(channel, error)
+        self.broke(self._trying or self._channel, error)
 
     def _live(self) -> None:
         """Run in the own thread: reconnect, and look for messages, as no other thread reads in a long forward pass."""
@@ -267,6 +266,7 @@ class ReconnectingChannel:
         tried, said, pause = 0, since, RETRY_SECONDS
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
+        session.subgroups.lose(ConnectionLostError(f"lost the coordinator at {old.url}: call subgroup() again"))
         while not self._closing.is_set():
             tried += 1
             try:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Final
 
 import numpy as np
@@ -41,6 +41,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
 )
 from gradserver.protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
+from gradserver.protocol.transport.branches import MARK, branch_of, on_branch
 from gradserver.protocol.transport.dealer import PING_SECONDS
 from gradserver.protocol.transport.reach import wait_for_listener
 from gradserver.protocol.transport.wakeup import Wakeup
@@ -49,6 +50,7 @@ from gradserver.protocol.url import beside
 from gradserver.protocol.wire import decode, encode
 from gradserver.worker.interrupts import admits, uninterrupted, watch
 from gradserver.worker.transport.beacon import Beacon
+from gradserver.worker.transport.branches import Branch
 from gradserver.worker.transport.line import Line
 from gradserver.worker.transport.local import LocalLine
 from gradserver.worker.transport.shared_memory import SharedMemory
@@ -57,6 +59,7 @@ log = logging.getLogger("gradserver")
 
 _LOST: Final = ConnectionLostError.__name__
 _PING: Final = Ping()
+_MARK: Final = bytes([MARK])
 
 
 class TcpChannel:
@@ -97,7 +100,10 @@ class TcpChannel:
         self.heard = False
         """True once a message has come that a coordinator or a shard would send."""
         self._ask_at = time.monotonic() + PING_SECONDS
-        self._enough: Callable[[], bool] = lambda: True
+        self._watches: dict[int, Callable[[], bool]] = {}
+        """Conditions until which is read, by branch. 0 is this connection's own."""
+        self._branches: dict[int, Branch] = {}
+        self._branch_numbers = count(1)
         self._bystanders = 0
         """Number of threads that wait while another one reads."""
         self._watched = threading.Semaphore(0)
@@ -140,6 +146,27 @@ class TcpChannel:
         self._monitors[line.monitor_fd] = line
         for descriptor in (line.socket_fd, line.monitor_fd):
             self._poller.register(descriptor, select.POLLIN)
+
+    # ── branches ──────────────────────────────────────────────────────────────────────────────────────
+
+    def branch(self) -> Branch:
+        """Return a new branch of this connection, for a sub-group."""
+        number = next(self._branch_numbers)
+        branch = self._branches[number] = Branch(self, number)
+        return branch
+
+    def drop(self, branch: int) -> None:
+        """Take nothing from this branch any more."""
+        self._branches.pop(branch, None)
+        self._watches.pop(branch, None)
+
+    def line_to(self, url: str) -> int:
+        """Return the number of the connection to the data shard at ``url``. ConnectionLostError if there is none."""
+        url = beside(url, self._lines[0].url)
+        for line in self._lines:
+            if line.url == url:
+                return line.number
+        raise ConnectionLostError(f"this worker has no connection to the data shard at {url}")
 
     # ── what shows that this process runs ─────────────────────────────────────────────────────────────
 
@@ -241,9 +268,9 @@ class TcpChannel:
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0, branch: int = 0) -> None:
         """Send a message, or queue it. Large payloads are not copied."""
-        header = encode(message)
+        header = on_branch(encode(message), branch) if branch else encode(message)
         line = self._lines[shard]
         with self._lock:
             if self._closing:
@@ -310,10 +337,13 @@ class TcpChannel:
             with self._lock:
                 self._bystanders -= 1
 
-    def watch(self, enough: Callable[[], bool]) -> None:
-        """Have the channel's own thread read, whenever no other one does, until ``enough()``."""
-        self._enough = enough
+    def watch(self, enough: Callable[[], bool], branch: int = 0) -> None:
+        """Have the channel's own thread read, whenever no other one does, until ``enough()``, for each branch."""
+        self._watches[branch] = enough
         self._watched.release()
+
+    def _has_enough(self) -> bool:
+        return all(enough() for enough in tuple(self._watches.values()))
 
     @uninterrupted
     def look(self) -> None:
@@ -330,7 +360,7 @@ class TcpChannel:
         while True:
             self._watched.acquire()
             with self._reading:
-                while not self._closing and (self._bystanders or not self._enough()):
+                while not self._closing and (self._bystanders or not self._has_enough()):
                     self._read(None)
                 if self._closing:
                     return
@@ -451,13 +481,19 @@ class TcpChannel:
             self._poller.modify(local.descriptor, select.POLLIN)
 
     def _hand_over(self, line: Line, frames: Sequence[Buffer]) -> None:
+        number = 0
+        if frames[0][:1] == _MARK:
+            number, frames = branch_of(frames)
         try:
             message, payloads = decode(frames)
         except ProtocolError as error:
             raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
         assert line.receiver is not None
         self.heard = True
-        if type(message) is MemoryAt:
+        if number:
+            if (branch := self._branches.get(number)) is not None:
+                branch.hear(line.number, message, payloads)
+        elif type(message) is MemoryAt:
             self._heard_of_memory(message)
         elif type(message) is BePresent:
             line.light_beacon(message, partial(self.send, shard=line.number))

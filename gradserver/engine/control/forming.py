@@ -9,11 +9,13 @@ from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.joining import check_applicant, join_timeout, new_group
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.subgroups import overdue as overdue_split
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.identities import in_order, numbered
 from gradserver.engine.order_fields import Member
-from gradserver.protocol.errors import GradServerError
+from gradserver.engine.policy import Policy
+from gradserver.protocol.errors import GradServerError, JoinRefusedError
 from gradserver.protocol.limits import MAX_NAME_BYTES
 from gradserver.protocol.messages import Join
 from gradserver.protocol.offers import pack_offers
@@ -32,6 +34,10 @@ def group_for(registry: Registry, message: Join, effects: Effects) -> Group:
     group = registry.groups.get(message.group)
     if group is None:
         group = _make(registry, message, effects)
+    elif group.origin is not None:
+        raise JoinRefusedError(
+            f"{group.name!r} is a sub-group of {group.origin.parent!r}: members of that make it, with Worker.subgroup"
+        )
     elif is_started_anew(group, message.name):
         group = _replace(registry, group, message, effects)
     check_applicant(group, message, registry.now)
@@ -41,10 +47,11 @@ def group_for(registry: Registry, message: Join, effects: Effects) -> Group:
 
 def arrive(group: Group, applicant: Applicant, effects: Effects) -> None:
     """Have an applicant wait for the others; when there are enough, the gathering begins."""
-    group.applicants.join(applicant, group.policy)
+    policy = _policy(group)
+    group.applicants.join(applicant, policy)
     count = len(group.applicants.waiting)
-    of = " here; the group begins with" if group.policy.is_elastic else " of"
-    effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({count}{of} {group.policy})")
+    of = " here; the group begins with" if policy.is_elastic else " of"
+    effects.log(f"group {group.name!r}: {applicant.join.name!r} joined ({count}{of} {policy})")
 
 
 def _make(registry: Registry, message: Join, effects: Effects) -> Group:
@@ -85,7 +92,7 @@ def _refuse(registry: Registry, applicant: Applicant, error: GradServerError, ef
 def leave(registry: Registry, group: Group, connection: int, reason: str, effects: Effects) -> None:
     """Forget an applicant, and with the last one the group."""
     names = [repr(applicant.join.name) for applicant in group.applicants.waiting if applicant.connection == connection]
-    group.applicants.forget(connection, group.policy)
+    group.applicants.forget(connection, _policy(group))
     effects.log(f"group {group.name!r}: {''.join(names)} left before the group was complete ({reason})")
     if not group.applicants.waiting:
         registry.forget(group)
@@ -111,15 +118,33 @@ def deadline(group: Group) -> float | None:
 
 
 def overdue(group: Group, now: float, effects: Effects) -> None:
-    """Tell applicants that have run out of patience which workers are missing."""
-    for applicant in group.applicants.waiting:
-        if applicant.deadline <= now:
-            effects.evict(applicant.connection, join_timeout(group, applicant))
+    """Tell applicants that have run out of patience which workers are missing. In a sub-group all hear it at once."""
+    late = [applicant for applicant in group.applicants.waiting if applicant.deadline <= now]
+    if group.origin is not None and late:
+        error = overdue_split(group, late[0].join.timeout)
+        for applicant in group.applicants.waiting:
+            effects.evict(applicant.connection, error)
+        return
+    for applicant in late:
+        effects.evict(applicant.connection, join_timeout(group, applicant))
+
+
+def _policy(group: Group) -> Policy:
+    """Return the policy about applicants of a group."""
+    return group.policy if group.origin is None else group.origin.rule
+
+
+def is_complete(group: Group, now: float) -> bool:
+    """Tell whether a forming group has all that it waits for."""
+    if group.origin is not None:
+        return 0 < group.origin.expected <= len(group.applicants.waiting)
+    return group.applicants.are_enough(group.policy, now)
 
 
 def activate(registry: Registry, group: Group, effects: Effects) -> None:
     """Make members of all applicants, open the group at all data halves, and welcome every member."""
     founders = _choose_members(registry, group, effects)
+    registry.has_begun(group)
     order = registry.opening(group, founders, group.shards.tokens)
     is_told = group.choose_plane()
     journal.founded(group, effects)
@@ -158,9 +183,13 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
     group.members.found(chosen_members, registry.next_epoch())
     for place, one in chosen.items():
         group.planes.take(place, one.join.offer)
-    group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
+    if group.origin is None:
+        group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
+    else:
+        group.set_timeouts(group.origin.timeout, group.origin.round_timeout)
     group.applicants.leave_all()
-    if registry.incarnation:
+    if registry.incarnation and group.origin is None:
         group.sessions.open(registry.roster.token())
-    registry.roster.staff(group)
+    parent = None if group.origin is None else registry.groups.get(group.origin.parent)
+    registry.roster.staff(group, None if parent is None else parent.shards.connections)
     return tuple(chosen_members.get(place, _NOBODY) for place in range(group.members.world))

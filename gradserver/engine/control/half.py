@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from gradserver.engine.control import forming, journal, restore, sessions
+from gradserver.engine.control import forming, journal, restore, sessions, subgroups
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -23,7 +23,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope
+from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope, Split
 from gradserver.protocol.messages.recovery import Resume
 
 
@@ -51,6 +51,19 @@ class Control:
         except GradServerError as error:
             self._evict(Eviction(connection, error), effects)
 
+    def split(self, connection: int, base: int, message: Split, now: float, effects: Effects) -> None:
+        """Take the request for a sub-group on ``connection``, from the member that is known by ``base``."""
+        self._begin(now)
+        try:
+            self._registry.check_free(connection)
+            group, join = subgroups.group_for(self._registry, base, message, effects)
+            self._registry.add(group)
+            self._happens(group, join, effects, connection)
+        except GradServerError as error:
+            self._evict(Eviction(connection, error), effects)
+            for eviction in effects.take_evictions():
+                self._evict(eviction, effects)
+
     def _begin(self, now: float) -> None:
         """Begin with an event, which may change any deadline."""
         self._registry.now, self._is_deadline_known = now, False
@@ -61,7 +74,7 @@ class Control:
             case Join():
                 registry.check_free(connection)
                 group = forming.group_for(registry, message, effects)
-                registry.groups[group.name] = group
+                registry.add(group)
                 self._happens(group, message, effects, connection)
             case Resume():
                 registry.check_free(connection)
@@ -171,6 +184,9 @@ class Control:
             rule.act(self._registry, group, effects)
             self._carry_out_evictions(group, effects, row)
         self._note_state(group, row)
+        for other in [*self._registry.forming.values()]:
+            if other.origin is not None and other.origin.parent == group.name:
+                self._follow(other, effects)  # a member that it waits for may have departed
 
     def _first_that_holds(self, group: Group) -> Rule | None:
         registry = self._registry

@@ -54,7 +54,7 @@ def new_group(registry: Registry, join: Join) -> Group:
             f"the coordinator with `gradserver serve --workers N`"
         )
     policy = told or Policy.of(join.world_size, join.group)
-    if len(registry.groups) >= MAX_GROUPS:
+    if sum(group.origin is None for group in registry.groups.values()) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
     account, planes = registry.quotas.account(join.group), Planes(registry.plane)
     return Group(join.group, policy, account, registry.nonfinite, planes=planes)

@@ -25,6 +25,7 @@ from gradserver.engine.control import (
     rounds,
     sessions,
     shard_replacement,
+    subgroups,
 )
 from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.reactions import Broke, Event, Lost, ShardEnlisted, ShardLost
@@ -176,7 +177,15 @@ def _must_pause(_: Registry, group: Group) -> bool:
 
 RULES: Final = (
     Rule(
-        lambda registry, group: group.state is FORMING and group.applicants.are_enough(group.policy, registry.now),
+        lambda registry, group: (
+            group.origin is not None and group.state is FORMING and bool(subgroups.gone(registry, group))
+        ),
+        subgroups.go_on_without,
+        "A member that a forming sub-group waits for has departed from the parent.",
+        "It is not waited for. If the parent needs all its members, the applicants are told which one is gone.",
+    ),
+    Rule(
+        lambda registry, group: group.state is FORMING and forming.is_complete(group, registry.now),
         forming.activate,
         "All applicants that a forming group waits for are there, or the gathering is over.",
         "Member ids, a new epoch, OpenGroup to all shards, Welcome to every member.",

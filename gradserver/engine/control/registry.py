@@ -39,6 +39,7 @@ class Registry:
 
     Attributes:
         groups: by name.
+        forming: sub-groups that are not complete yet, by name.
         places: the group that each connection has joined, as applicant, learner or member.
         ended: names of groups that ended when this coordinator began, and why.
         roster: the data shards that have enlisted.
@@ -64,6 +65,7 @@ class Registry:
             raise InvalidArgumentError(f"a credit of {credit} bytes is too small: {MIN_CREDIT_BYTES} at least")
         self.worlds = {name: Policy.of(world, name) for name, world in worlds.items()}
         self.groups: dict[str, Group] = {}
+        self.forming: dict[str, Group] = {}
         self.places: dict[int, str] = {}
         self.quotas = Quotas(quota, {*(worlds.keys() - {OTHERS}), *(access.groups or ())})
         self.roster = Roster(entropy, rate, access)
@@ -76,7 +78,7 @@ class Registry:
         self.round_timeout = round_timeout
         self.ended: dict[str, str] = {}
         self._digests = digests
-        self._epochs = 0
+        self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
 
@@ -113,6 +115,11 @@ class Registry:
         """Return the number of a new membership, or of a recovery."""
         self._epochs += 1
         return self._epochs
+
+    def next_subgroup(self) -> int:
+        """Return the number of one more sub-group."""
+        self._subgroups += 1
+        return self._subgroups
 
     def restored(self, epoch: int) -> None:
         """``epoch`` is the highest that is written down of those which another coordinator has given."""
@@ -165,9 +172,20 @@ class Registry:
         journal.closed(group, reason, effects)
         group.order(CloseGroup(group.name), effects)
 
+    def add(self, group: Group) -> None:
+        """Keep a group from now on."""
+        self.groups[group.name] = group
+        if group.origin is not None and not group.begun:
+            self.forming[group.name] = group
+
+    def has_begun(self, group: Group) -> None:
+        """Note that a group is complete."""
+        self.forming.pop(group.name, None)
+
     def forget(self, group: Group) -> None:
         """Free the name of a group."""
         del self.groups[group.name]
+        self.forming.pop(group.name, None)
         group.end()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
@@ -177,5 +195,7 @@ class Registry:
         for name, group in self.groups.items():
             for connection in group.validate():
                 assert self.places[connection] == name, f"{connection} is in two groups"
+        forming = {name for name, group in self.groups.items() if group.origin is not None and not group.begun}
+        assert forming == self.forming.keys(), "a forming sub-group that is not known as one, or the reverse"
         attached = sum(len(group.connections) for group in self.groups.values())
         assert attached == len(self.places), "a connection without a place"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 from gradserver.engine.control.access import OPEN, Access
@@ -69,13 +69,14 @@ class Roster:
         rate = "" if shard.rate is None else f", {shard.rate:g} Gbit/s"
         effects.log(f"data shard {shard.number} is at {shard.url}{rate}")
 
-    def staff(self, group: Group) -> None:
-        """``group`` is to use all shards there are."""
-        if self.shards and self._entropy is not None:
-            stated = [self._rate, *(shard.rate for shard in self.shards.values())]
-            urls = [shard.url for shard in self.shards.values()]
+    def staff(self, group: Group, among: Collection[int] | None = None) -> None:
+        """``group`` is to use all shards there are, or those ``among`` which its members have connections to."""
+        chosen = {one: shard for one, shard in self.shards.items() if among is None or one in among}
+        if chosen and self._entropy is not None:
+            stated = [self._rate, *(shard.rate for shard in chosen.values())]
+            urls = [shard.url for shard in chosen.values()]
             table = Table(len(group.members.by_id), comparable(stated))
-            group.shards.set_up(table, tuple(self.shards), urls)
+            group.shards.set_up(table, tuple(chosen), urls)
             durable, entropy = group.is_durable, self._entropy
             member_ids = range(group.members.world)
             group.shards.set_tokens([group.token(member_id) if durable else entropy() for member_id in member_ids])

@@ -15,6 +15,7 @@ from gradserver.engine.control.group.configuration import Configuration
 from gradserver.engine.control.group.learners import Learners, Stage
 from gradserver.engine.control.group.leases import Leases
 from gradserver.engine.control.group.members import Members
+from gradserver.engine.control.group.origin import Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.group.plans import Plans
 from gradserver.engine.control.group.recovery import Recovery
@@ -67,6 +68,7 @@ class Group:
         broken: why the group goes no further.
         state: state as of the last event or rule that was dealt with.
         is_ended: True when the registry has forgotten the group.
+        origin: the parent and the named members of a sub-group; None for any other group.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Group:
     shards: DataShards = field(init=False)
     leases: Leases = field(default_factory=Leases)
     turns: Turns = field(default_factory=Turns)
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         self.members = Members(self.policy.maximum)
@@ -346,6 +349,7 @@ class Group:
         waiting = [{"name": a.join.name, "rank": a.join.rank, "waits": round(now - a.since, 3)} for a in applicants]
         return {
             "state": self.state.value,
+            **({} if self.origin is None else {"parent": self.origin.parent}),
             "world_size": len(self.members.by_id) if self.begun and policy.is_elastic else policy.maximum,
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,

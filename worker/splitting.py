@@ -1,0 +1,116 @@
+"""Calls that make sub-groups: each gets a session of its own, over a branch of this worker's connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Self
+
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.messages import Split
+from gradserver.worker.collectives.objects import ObjectCollectives
+from gradserver.worker.handle import VERDICT_SECONDS, Timeout, seconds
+from gradserver.worker.member.learner import Stage
+from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.transport.branches import Branch
+
+
+class SubgroupCalls(ObjectCollectives):
+    """The calls of a worker that make sub-groups."""
+
+    channel: str
+    timeout: float
+    wire: str
+
+    if TYPE_CHECKING:
+
+        def __init__(self, session: Session, channel: str, wire: str) -> None: ...
+
+    def subgroup(self, ranks: Iterable[int], timeout: Timeout = None) -> Self | None:
+        """Make a group of some members of this one. Return this worker's membership of it; None if it is not in it.
+
+        The members named call this with the same ranks. Others may call it, and it does nothing there. Members that
+        have several sub-groups in common make them in the same order. Order and repetition of ``ranks`` do not matter:
+        members keep their order, and ranks in the sub-group count from 0.
+
+        The sub-group has its own ranks, rounds, plans and epochs. Collectives, `DistributedDataParallel` and
+        `GradientExchange` take it as they take any worker, and what it does never waits for other groups. Its messages
+        pass through this worker's connection. It ends when it or this worker is closed. If this group goes on without
+        members that are lost, so does the sub-group. Otherwise the loss of one of its members ends it.
+
+        Args:
+            ranks: ranks in this group.
+            timeout: seconds to wait for the others. None for this worker's own.
+
+        Raises:
+            InvalidRankError: a rank is out of range.
+            DeadlineError: a member did not call in time. The error names it.
+            CollectiveMismatchError: two members wait for each other in different sub-groups. The error names both.
+            WorkerLostError: a member was lost that this group cannot do without.
+        """
+        check_member(self._session)
+        chosen = sorted({self._check_rank(rank, "a rank of a sub-group") for rank in ranks})
+        if not chosen:
+            raise InvalidArgumentError("a sub-group has one member at least, and no rank was given")
+        if self.rank not in chosen:
+            return None
+        member_ids, limit = [self._session.member_of(rank) for rank in chosen], seconds(timeout)
+        made = split(self._session, member_ids, self.timeout if limit is None else limit)
+        return type(self)(made, self.channel, self.wire)
+
+    def hosts(self, timeout: Timeout = None) -> Self:
+        """Make a sub-group of the members on this worker's host. All of these call it.
+
+        When all members of the group call it, there is one sub-group for each host. A host is a running system:
+        containers on one machine are of one host. `subgroup` raises its errors here, too.
+        """
+        check_member(self._session)
+        membership = self._session.membership
+        ids = [offer.host_id for offer in membership.offers] or [""] * self.world_size  # threads have no id of a host
+        made = self.subgroup([rank for rank, host in enumerate(ids) if host == ids[membership.rank]], timeout)
+        assert made is not None, "this worker is on its own host"
+        return made
+
+
+def split(session: Session, member_ids: Sequence[int], timeout: float) -> Session:
+    """Make a sub-group of these members of ``session``. Wait for the others, and return this worker's session there.
+
+    GradServerError says why there is none.
+    """
+    root = session.subgroups.root
+    ids = session.subgroups.in_root(member_ids)
+    with root.subgroups.making:
+        made = _ask(root, ids, timeout)
+    made.subgroups.be_of(root, ids)
+    if session is not root:
+        session.subgroups.adopt(made)
+    if (error := session.traffic.closed) is not None:  # it ended meanwhile, and did not know of this one
+        made.end(error)
+        raise error.again()
+    return made
+
+
+def check_member(session: Session) -> None:
+    """Raise UsageError if this worker is no member yet, or no more."""
+    session.check_open()
+    for one in (session, session.subgroups.root):
+        if one.stage is not Stage.MEMBER:
+            raise UsageError(f"this worker {one.stage.value}: it is in no sub-group before it is a member")
+
+
+def _ask(root: Session, member_ids: tuple[int, ...], timeout: float) -> Session:
+    """Ask the coordinator for the sub-group, and attend its data shards."""
+    channel, membership = root.subgroups.grow(), root.membership
+    session = Session(channel, timeout)
+    try:
+        asked = session.join(Split(membership.group, membership.epoch, member_ids, timeout))
+        root.subgroups.adopt(session)  # what ends the root ends this wait
+        root.check_open()
+        asked.wait(timeout + VERDICT_SECONDS)
+        for number, url in enumerate(session.membership.shards, 1):
+            assert isinstance(channel, Branch), "only a coordinator on a network has data shards"
+            channel.reach(url, ShardReceiver(session, number))
+            session.attend(number, timeout).wait(timeout + VERDICT_SECONDS)
+    except BaseException:
+        session.close("the sub-group could not be made")
+        raise
+    return session
