@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from gradserver.worker.data.ranges import DataRanges as DataRanges
     from gradserver.worker.data.sampler import ShardSampler as ShardSampler
     from gradserver.worker.data.sharding import shard_batches as shard_batches
+    from gradserver.worker.data_parallel.wrapper import DataParallel as DataParallel
     from gradserver.worker.handle import Handle as Handle
     from gradserver.worker.job.job import Job as Job
     from gradserver.worker.offer import is_nccl_available as is_nccl_available
@@ -90,6 +91,7 @@ _HOME = {
     "Worker": "gradserver.worker.client",
     "Handle": "gradserver.worker.handle",
     "DistributedDataParallel": "gradserver.worker.torch_ddp.ddp",
+    "DataParallel": "gradserver.worker.data_parallel.wrapper",
     "SyncBatchNorm": "gradserver.worker.torch_ddp.batchnorm",
     "convert_sync_batchnorm": "gradserver.worker.torch_ddp.batchnorm",
     "Job": "gradserver.worker.job.job",
@@ -119,6 +121,7 @@ __all__ = [
     "CoordinatorStoppedError",
     "CoordinatorUnreachableError",
     "DTypeError",
+    "DataParallel",
     "DataRanges",
     "DeadlineError",
     "DisagreementError",

@@ -1,0 +1,689 @@
+"""DataParallel: several replicas in one process, against the module on one device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradserver import DataParallel, DistributedDataParallel
+from gradserver.protocol.errors import (
+    ClosedError,
+    DeadlineError,
+    InvalidArgumentError,
+    LayoutError,
+    SizeMismatchError,
+)
+from gradserver.worker.client import Worker
+from gradserver.worker.data_parallel import copies
+from tests.models import Convolutional, Transformer, images, loss_of, seeded, state_of, tokens
+from tests.replicas import STEPS, assert_like_one_process, distance, gradients, on, reference, same, sgd, shard
+
+torch.set_num_threads(1)
+
+SHARED, APART = ["cpu", "cpu"], ["cpu:0", "cpu:1"]
+"""Devices of two replicas with the same parameters, and with a copy and a thread for the second one."""
+MIXED = ["cpu", "cpu:1", "cpu", "cpu:2", "cpu:1"]
+
+
+@contextmanager
+def parallel(module: nn.Module, devices: list[str], **options: Any) -> Iterator[DataParallel]:
+    model = DataParallel(module, devices, **options)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def train(model: nn.Module, rows: int, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    optimizer = optimizer or sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *tokens(step, rows)).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    seeded(module, seed)
+    return module
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# ── the result is that of one device ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("devices", [["cpu"], SHARED, APART, MIXED], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 7, 12])
+def test_trains_as_one_device_does(devices: list[str], count: int) -> None:
+    with parallel(Transformer(0), devices) as model:
+        assert distance(train(model, count), train(Transformer(0), count)) < 1e-6
+
+
+@given(
+    devices=st.lists(st.sampled_from(["cpu", "cpu:1", "cpu:2"]), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    mean=st.booleans(),
+)
+def test_gradients_are_those_of_the_whole_batch(devices: list[str], sizes: list[int], mean: bool) -> None:
+    plain = mlp()
+    with parallel(mlp(), devices) as model:
+        for number, size in enumerate(sizes):  # gradients accumulate
+            inputs = rows(size, number)
+            for one in (plain, model):
+                outputs = one(inputs)
+                assert outputs.shape == (size, 2)
+                torch.testing.assert_close(outputs, plain(inputs), rtol=1e-12, atol=1e-12)
+                (outputs.square().mean() if mean and size else outputs.square().sum()).backward()
+        for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_without_the_copies_gradients_the_result_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies._Bucket, "added_up", lambda self, _: [None] * len(self.parameters))
+    with parallel(Transformer(0), APART) as model:
+        assert distance(train(model, 6), train(Transformer(0), 6)) > 1e-3
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_two_runs_have_the_same_bits(devices: list[str]) -> None:
+    def run() -> dict[str, Tensor]:
+        with parallel(Transformer(0, tied=True), [*devices, *devices]) as model:
+            return train(model, 7)
+
+    assert same(run(), run())
+
+
+@pytest.mark.parametrize(
+    "kind", [{"tied": True}, {"checkpointed": True}, {"checkpointed": True, "twice": True}], ids=str
+)
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_trains_modules_of_all_kinds(devices: list[str], kind: dict[str, bool]) -> None:
+    def embedded(module: Transformer) -> Transformer:
+        if module.checkpointed:  # re-entrant checkpoints need inputs with gradients
+            module.token.register_forward_hook(lambda *args: args[2].requires_grad_())
+        return module
+
+    with parallel(embedded(Transformer(0, **kind)), devices) as model:
+        assert distance(train(model, 5), train(embedded(Transformer(0, **kind)), 5)) < 1e-6
+
+
+def test_keeps_the_strides_of_gradients() -> None:
+    def trained(wrap: bool) -> dict[str, Tensor]:
+        module = Convolutional().eval()
+        with torch.no_grad():
+            module.conv.weight.data = module.conv.weight.contiguous(memory_format=torch.channels_last)
+        with parallel(module, APART if wrap else ["cpu"]) as model:
+            loss: Any = F.cross_entropy(model(images(0, 5)[0]), images(0, 5)[1])
+            loss.backward()
+            assert module.conv.weight.grad is not None
+            assert module.conv.weight.grad.stride() == module.conv.weight.stride()
+            return gradients(module)
+
+    assert distance(trained(True), trained(False)) < 1e-6
+
+
+class Recurrent(nn.Module):
+    """Returns the last hidden state of each sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True).double()
+        seeded(self, 0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.lstm(inputs)[0][:, -1]
+        return result
+
+
+def test_recurrent_modules_use_the_copies_of_their_device() -> None:
+    plain = Recurrent()
+    with parallel(Recurrent(), APART) as model:
+        for one in (plain, model):
+            one(rows(10).view(5, 2, 3)).sum().backward()
+        assert distance(gradients(model.module), gradients(plain)) < 1e-12
+        (further,) = model._made()._sites[torch.device("cpu:1")].replicas
+        for weight in further.module.lstm._flat_weights:  # type: ignore[union-attr]
+            assert not any(weight is parameter for parameter in model.parameters())
+
+
+class Branches(nn.Module):
+    """Uses ``positive`` for samples above 0 alone, and never ``unused``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+        self.unused = nn.Linear(3, 2).double()
+        seeded(self, 0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = (self.positive if inputs[0, 0] > 0 else self.negative)(inputs)
+        return result
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_parameters_of_some_replicas_have_gradients_and_unused_ones_none(devices: list[str]) -> None:
+    inputs = torch.cat([rows(2).abs(), -rows(2).abs()])
+    plain = Branches()
+    with parallel(Branches(), devices) as model:
+        model(inputs).sum().backward()
+        (plain(inputs[:2]).sum() + plain(inputs[2:]).sum()).backward()
+        assert distance(gradients(model.module), gradients(plain)) < 1e-12
+        assert model.get_parameter("module.unused.weight").grad is None
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_gradients_of_inputs_and_of_gradients(devices: list[str]) -> None:
+    def penalty(model: nn.Module) -> list[Tensor]:
+        inputs = rows(5).requires_grad_()
+        loss = model(inputs).pow(3).mean()
+        by_input, *by_parameters = torch.autograd.grad(loss, [inputs, *model.parameters()], create_graph=True)
+        (sum(one.square().sum() for one in (by_input, *by_parameters)) + loss).backward()
+        assert inputs.grad is not None
+        return [inputs.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with parallel(mlp(), devices) as model:
+        torch.testing.assert_close(penalty(model), penalty(mlp()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_several_forwards_may_precede_their_backwards(devices: list[str]) -> None:
+    def twice(model: nn.Module) -> None:
+        optimizer = sgd(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            one, two = model(rows(4, step)).sum(), model(rows(5, step)).square().sum()
+            one.backward()
+            model(rows(3, step))
+            two.backward()
+            optimizer.step()
+
+    plain = mlp()
+    twice(plain)
+    with parallel(mlp(), devices) as model:
+        twice(model)
+        assert distance(state_of(model), state_of(plain)) < 1e-12
+
+
+def test_wrapped_once_more_it_is_one_worker_of_a_group() -> None:
+    def replica(worker: Worker) -> dict[str, Tensor]:
+        with parallel(Transformer(worker.rank), APART) as inner:
+            model = DistributedDataParallel(inner, worker)
+            optimizer = sgd(model)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model, *shard(worker.rank, worker.world_size, *tokens(step, 12))).backward()
+                optimizer.step()
+            return state_of(inner)
+
+    assert_like_one_process(on(2, replica), reference(Transformer(0)))
+
+
+# ── inputs and outputs ────────────────────────────────────────────────────────────────────────────────
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    inputs: Any
+    name: str
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and notes them."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        self.seen.append((inputs, options))
+        return inputs, options
+
+
+@pytest.mark.parametrize("devices", [["cpu"], SHARED, APART, MIXED], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+def test_nested_inputs_are_cut_and_outputs_joined_in_order(devices: list[str], count: int) -> None:
+    ids = torch.arange(count)
+    inputs = (ids, Pair(ids + 1, [ids.float()[:, None]]), "text", None)
+    options = {"a": {"b": ids * 2, "c": 3}, "record": Record(ids, "r"), "ordered": OrderedDict(z=ids, y=(ids,))}
+    noted: list[Any] = []
+    with parallel(Echo(noted), devices) as model:
+        got, got_options = model(*inputs, **options)
+        assert repr(got) == repr(inputs)
+        assert repr(got_options) == repr(options)
+        sizes = [len(seen[0][0]) for seen in noted]
+        assert sum(sizes) == count
+        assert len(sizes) == min(count, len(devices))
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_only_the_first_replica_runs_without_a_batch() -> None:
+    noted: list[Any] = []
+    with parallel(Echo(noted), SHARED) as model:
+        assert model(2, key="word") == ((2,), {"key": "word"})
+        assert len(noted) == 1
+
+
+def test_tensors_without_samples_go_to_every_replica() -> None:
+    noted: list[Any] = []
+    with parallel(Echo(noted), APART, whole=["mask"]) as model:
+        model(torch.arange(4), torch.tensor(5), mask=torch.ones(3, 3))
+        assert len(noted) == 2
+        for inputs, options in noted:
+            assert inputs[1] == 5
+            assert options["mask"].shape == (3, 3)
+
+
+def test_samples_may_be_in_another_dimension() -> None:
+    with parallel(nn.Identity(), APART, dim=1) as model:
+        inputs = torch.arange(15).view(3, 5)
+        assert torch.equal(model(inputs), inputs)
+
+
+def test_a_batch_with_different_numbers_of_samples_is_refused() -> None:
+    with (
+        parallel(Echo([]), SHARED) as model,
+        pytest.raises(SizeMismatchError, match=r"input 0 has 4, mask has 3.*whole="),
+    ):
+        model(torch.arange(4), mask=torch.ones(3, 3))
+
+
+class Returning(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.function(inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "text"),
+    [
+        (lambda x: x.new_ones(2, len(x)), SizeMismatchError, r"output has \(2, 3\), \(2, 2\)"),
+        (lambda x: {"n": [len(x)]}, InvalidArgumentError, r"output\['n'\]\[0\] differs, in their order: 3, 2"),
+        (lambda x: {str(len(x)): x}, InvalidArgumentError, r"output differs, in their order: \[\"\['3'\]\"\]"),
+        (lambda x: x if len(x) > 2 else [x], InvalidArgumentError, "output differs, in their order: Tensor, list"),
+        (lambda x: x if len(x) > 2 else x.sum(), InvalidArgumentError, r"output differs, in their order: \(3,\), \(\)"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused(function: Any, error: type[Exception], text: str) -> None:
+    with parallel(Returning(function), SHARED) as model, pytest.raises(error, match=text):
+        model(torch.arange(5.0))
+
+
+def test_losses_of_replicas_are_stacked_or_averaged_by_samples() -> None:
+    module = Returning(lambda x: x.mean())
+    with parallel(module, SHARED) as stacking, parallel(module, APART, scalars="mean") as averaging:
+        assert stacking(torch.arange(5.0)).tolist() == [1.0, 3.5]
+        assert averaging(torch.arange(5.0)).item() == 2.0
+    with parallel(Returning(len), APART, scalars="mean") as model, pytest.raises(InvalidArgumentError):
+        model(torch.arange(5.0))
+
+
+# ── following the module ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_running_statistics_are_the_first_replicas(devices: list[str]) -> None:
+    plain = Convolutional()
+    with parallel(Convolutional(), devices) as model:
+        for step in range(3):
+            model(images(step, 5)[0])
+            plain(images(step, 5)[0][:3])
+        assert same(state_of(model), state_of(plain))
+        model.eval()
+        assert torch.allclose(model(images(9, 5)[0]), plain.eval()(images(9, 5)[0]), atol=1e-6)
+        assert same(state_of(model), state_of(plain))
+
+
+CHANGES: list[Callable[[Any, nn.Module], object]] = [
+    lambda module, _: module[1].train(False),
+    lambda module, _: setattr(module[1], "p", 0.0),
+    lambda module, _: module.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)).state_dict()),
+    lambda module, _: setattr(module[0], "weight", nn.Parameter(torch.full((3, 3), 2.0))),
+    lambda module, _: setattr(module, "0", nn.Linear(3, 7)),
+    lambda module, _: module.append(nn.Linear(3, 1)),
+    lambda module, _: module[0].requires_grad_(False),
+    lambda module, _: module[0].register_forward_hook(lambda *args: args[2] + 1),
+    lambda module, _: module.double(),
+    lambda _, model: model.load_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3)}, assign=True),
+    lambda module, _: module[0].weight.data.mul_(2.0),  # which no counter shows, between training and evaluation
+    lambda module, _: nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Tanh()),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_replicas_follow_changes_of_the_module(devices: list[str], number: int) -> None:
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0))
+    with parallel(module, devices) as model:
+        model(torch.ones(4, 3)).sum().backward()
+        CHANGES[number](module, model)
+        inputs = torch.ones(4, 3, dtype=module[0].bias.dtype)
+        model.eval()
+        assert torch.equal(model(inputs), module(inputs))
+        for row in model(inputs):
+            assert torch.equal(row, model(inputs)[0])
+
+
+@pytest.mark.parametrize("how", ["fused", "by hand", "sync_params", "small batch"])
+def test_steps_that_autograd_does_not_count_reach_all_replicas(how: str) -> None:
+    """Test also with a batch so small that no copy gets a gradient."""
+
+    def steps(model: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for step in range(4):
+            loss = model(rows(1 if how == "small batch" and step % 2 else 5, step)).square().sum()
+            model.zero_grad()
+            loss.backward()
+            if how == "by hand":
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+            elif how == "sync_params" and isinstance(model, DataParallel):
+                with model.no_sync():
+                    model(rows(5))
+                    for parameter in model.parameters():
+                        parameter.data.mul_(0.5)
+                    model.sync_params()
+            elif how == "sync_params":
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.5)
+            else:
+                optimizer.step()
+
+    plain = mlp()
+    steps(plain)
+    with parallel(mlp(), APART) as model:
+        steps(model)
+        assert distance(state_of(model), state_of(plain)) < 1e-12
+
+
+def test_weights_swapped_for_evaluation_reach_all_replicas() -> None:
+    """Test an average of weights that is copied in, and back, past autograd's counters."""
+    with parallel(mlp(), APART) as model:
+        model(rows(4)).sum().backward()
+        for module in (mlp(1), mlp(0)):
+            for own, other in zip(model.parameters(), module.parameters(), strict=True):
+                own.data.copy_(other.data)
+            model.train(not model.training)
+            torch.testing.assert_close(model(rows(4)), module(rows(4)))
+
+
+def test_parameters_travel_only_if_they_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    refresh = copies._Bucket.refresh
+
+    def noting(bucket: copies._Bucket) -> None:
+        sent.append(bucket)
+        refresh(bucket)
+
+    monkeypatch.setattr(copies._Bucket, "refresh", noting)
+    with parallel(mlp(), APART) as model:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                model(rows(4))
+        assert len(sent) == 1
+        model.train()
+        optimizer = sgd(model)
+        del sent[:]
+        for _ in range(2):
+            for number in range(4):
+                with model.no_sync() if number < 3 else nullcontext():
+                    model(rows(4)).sum().backward()
+            optimizer.step()
+        assert len(sent) == 2
+
+
+def test_accumulated_gradients_are_the_sum() -> None:
+    plain = mlp()
+    with parallel(mlp(), APART) as model:
+        with model.no_sync():
+            model(rows(5)).sum().backward()
+        model(rows(3, 1)).sum().backward()
+        (plain(rows(5)).sum() + plain(rows(3, 1)).sum()).backward()
+        assert distance(gradients(model.module), gradients(plain)) < 1e-12
+
+
+def test_modes_of_the_callers_thread_hold_in_the_others() -> None:
+    seen = []
+
+    def look(inputs: Tensor) -> Tensor:
+        now = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+        seen.append((threading.current_thread().name, *now))
+        return inputs
+
+    def modes() -> list[tuple[bool, ...]]:
+        found = [tuple(one[1:]) for one in seen]
+        assert len({one[0] for one in seen}) == 2
+        seen.clear()
+        return found
+
+    with parallel(nn.Sequential(nn.Linear(3, 3), Returning(look)), APART) as model:
+        inputs = torch.ones(2, 3)
+        assert model(inputs).dtype == torch.float32
+        assert modes() == [(True, False, False)] * 2
+        with torch.no_grad():
+            model(inputs)
+        assert modes() == [(False, False, False)] * 2
+        with torch.inference_mode():
+            assert model(inputs).is_inference()
+        assert modes() == [(False, True, False)] * 2
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(inputs).dtype == torch.bfloat16
+        assert modes() == [(True, False, True)] * 2
+        model(inputs).sum().backward()
+
+
+def test_first_forward_in_inference_mode_leaves_training_possible() -> None:
+    with torch.inference_mode():
+        model = DataParallel(Convolutional(), APART)
+        model(images(0, 4)[0])
+    with torch.inference_mode(False):
+        module = Convolutional()
+    with parallel(module, APART) as model:
+        with torch.inference_mode():
+            model(images(0, 4)[0])
+        model(images(0, 4)[0]).sum().backward()
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing(nn.Module):
+    """Fails for samples that are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if (inputs < 0).any():
+            raise ValueError(f"negative: {inputs.tolist()}")
+        return inputs * self.weight
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+@pytest.mark.parametrize("bad", [0, 1])
+def test_errors_of_a_replica_name_its_device(devices: list[str], bad: int) -> None:
+    with parallel(Failing(), devices) as model:
+        inputs = torch.tensor([1.0, 2.0])
+        inputs[bad] = -1.0
+        with pytest.raises(ValueError, match=r"negative: \[-1.0\]") as caught:
+            model(inputs)
+        (note,) = caught.value.__notes__
+        at = "cpu:1" if devices == APART and bad else "cpu"
+        assert note == f"replica {bad} on {at} raised this, which had samples {bad} to {bad} of 2"
+        assert caught.traceback[-1].name == "forward"
+        assert model(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_errors_of_several_replicas_are_all_told() -> None:
+    with parallel(Failing(), APART) as model:
+        with pytest.raises(ValueError, match=r"negative: \[-1.0\]") as caught:
+            model(torch.tensor([-1.0, -2.0]))
+        assert caught.value.__notes__[1] == "replica 1 on cpu:1 failed, too: ValueError: negative: [-2.0]"
+
+
+def test_no_forward_is_waited_for_without_end() -> None:
+    release = threading.Event()
+
+    def waiting(inputs: Tensor) -> Tensor:
+        if threading.current_thread().name.startswith("gradserver-"):
+            release.wait()
+        return inputs
+
+    with parallel(Returning(waiting), APART, timeout=0.2) as model:
+        for _ in range(2):
+            with pytest.raises(DeadlineError, match=r"cpu:1 has not returned .* within 0.2 s: it is at .*threading.py"):
+                model(torch.ones(2))
+        release.set()
+        assert model(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "error", "text"),
+    [
+        (nn.Linear(2, 2), {"devices": []}, InvalidArgumentError, "devices is empty"),
+        (nn.Linear(2, 2), {"devices": "cpu"}, InvalidArgumentError, "a list with the device of each replica"),
+        (nn.Linear(2, 2), {"devices": ["cuda:99"]}, InvalidArgumentError, "there is no device 'cuda:99'"),
+        (nn.Linear(2, 2), {"devices": [99]}, InvalidArgumentError, "there is no device 99"),
+        (nn.Linear(2, 2), {"devices": ["disk"]}, InvalidArgumentError, "'disk' is no device of torch"),
+        (nn.Linear(2, 2), {"devices": ["meta"]}, LayoutError, "on the CPU or on CUDA devices"),
+        (nn.Linear(2, 2), {"scalars": "sum"}, InvalidArgumentError, "scalars is 'stack' or 'mean'"),
+        (nn.Linear(2, 2), {"dim": -1}, InvalidArgumentError, "dim is the number of a dimension"),
+        (nn.Linear(2, 2), {"timeout": 0}, InvalidArgumentError, "timeout is a number of seconds above 0"),
+        (nn.LazyLinear(2), {}, InvalidArgumentError, "'weight' has no shape yet"),
+        (nn.SyncBatchNorm(2), {}, InvalidArgumentError, "use BatchNorm"),
+        (nn.Embedding(2, 2, sparse=True), {"devices": APART}, LayoutError, "sparse"),
+    ],
+)
+def test_what_cannot_be_is_refused(module: Any, arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DataParallel(module, **{"devices": SHARED, **arguments})
+
+
+def test_a_compiled_module_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="is compiled"):
+        DataParallel(torch.compile(nn.Linear(2, 2), backend="eager"), SHARED)  # type: ignore[arg-type]
+
+
+def test_a_module_with_a_forward_of_its_own_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    vars(module)["forward"] = lambda inputs: inputs
+    with pytest.raises(InvalidArgumentError, match="replaced on the object itself"):
+        DataParallel(module, SHARED)
+
+
+# ── its life ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("gradserver-replica-")]
+
+
+def test_threads_end_with_close_and_with_the_model() -> None:
+    model = DataParallel(mlp(), [*APART, "cpu:2"])
+    assert threads() == []  # none before the first forward
+    model(rows(6))
+    assert sorted(one.name for one in threads()) == ["gradserver-replica-cpu:1", "gradserver-replica-cpu:2"]
+    model.close()
+    model.close()
+    assert threads() == []
+    with pytest.raises(ClosedError, match="closed"):
+        model(rows(6))
+    assert model.module(rows(6)).shape == (6, 2)
+    model = DataParallel(mlp(), APART)
+    outputs = weakref.ref(model(rows(6)))
+    known, running = weakref.ref(model), threads()
+    assert outputs() is None  # no thread keeps a result
+    del model
+    gc.collect()
+    assert known() is None
+    until = time.monotonic() + 10.0
+    for thread in running:
+        thread.join(until - time.monotonic())
+    assert threads() == []
+
+
+def test_state_has_the_modules_names() -> None:
+    plain = mlp(1)
+    with parallel(mlp(), SHARED) as model:
+        assert list(model.state_dict()) == list(plain.state_dict())
+        model.load_state_dict(plain.state_dict())
+        assert same(model.state_dict(), plain.state_dict())
+        torch_made = nn.DataParallel(mlp(2)).state_dict()
+        model.load_state_dict(torch_made)
+        assert same(model.state_dict(), mlp(2).state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({"other": torch.ones(1)})
+        around, bare = nn.Sequential(model, nn.Linear(2, 2)), nn.Sequential(mlp(), nn.Linear(2, 2))
+        assert list(around.state_dict()) == list(bare.state_dict())
+        around.load_state_dict(bare.state_dict())
+        assert same(around.state_dict(), bare.state_dict())
+        assert [id(p) for p in model.parameters()] == [id(p) for p in model.module.parameters()]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_replicas_of_its_own(how: str) -> None:
+    def copied(model: DataParallel) -> DataParallel:
+        if how == "deepcopy":
+            return copy.deepcopy(model)
+        written = io.BytesIO()
+        torch.save(model, written)
+        written.seek(0)
+        read: DataParallel = torch.load(written, weights_only=False)
+        return read
+
+    with parallel(mlp(), APART) as model:
+        model(rows(4))
+        other = copied(model)
+        model.close()
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        torch.testing.assert_close(other(rows(4)), mlp()(rows(4)))
+        other.close()
+
+
+def test_devices_are_described_and_the_default_is_one_cpu() -> None:
+    with parallel(mlp(), MIXED) as model:
+        assert model.describe() == "5 replicas on cpu (1 threads), cpu:1 (1 threads), cpu:2 (1 threads)"
+        assert [str(device) for device in model.devices] == MIXED
+    if not torch.cuda.is_available():
+        assert DataParallel(mlp()).devices == (torch.device("cpu"),)
+
+
+# ── on a GPU ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cpu", "cuda:0", "cpu:1"]], ids=str)
+def test_trains_on_several_kinds_of_devices_as_on_one(devices: list[str]) -> None:
+    with parallel(Transformer(0).double(), devices) as model:
+        trained = {name: tensor.cpu() for name, tensor in train(model, 7).items()}
+        assert distance(trained, train(Transformer(0).double(), 7)) < 1e-6

@@ -1,0 +1,1 @@
+"""Several devices in one process: replicas of a module, which follow it and share each batch."""

@@ -1,0 +1,198 @@
+"""DataParallel: a module with replicas on several devices of one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.limits import ROUND_TIMEOUT
+from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
+from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
+from gradserver.worker.data_parallel.replicas import Replicas
+
+log = logging.getLogger("gradserver")
+
+_PREFIX = "module."
+
+
+class DataParallel(nn.Module):
+    """Wrapper of a module: each device of this process computes a part of the batch.
+
+    For example:
+
+        model = gradserver.DataParallel(model, ["cuda:0", "cuda:1"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+
+    The batch is cut into parts, which differ by one sample at most. A replica on each device computes its part, and the
+    outputs are joined in order on the first device. So the loop is that of one device, and so are the results but for
+    rounding: ``.grad`` is the gradient of the loss over the whole batch, whatever the loss is and however uneven the
+    parts are. This holds for `torch.autograd.grad` and for gradients of gradients, too.
+
+    The module itself is the first replica. ``parameters()`` are the module's, so one optimizer with one state steps
+    them. The other replicas follow: before each forward they are what the module is now, with its parameters, buffers,
+    modes, hooks and attributes. What a forward changes in another replica than the first is forgotten. So BatchNorm's
+    running statistics are those of the first part of each batch.
+
+    Replicas on one device share the module's parameters, and run one after the other. Each further device has a copy,
+    and a thread, which runs its replicas beside the others. ``cpu:1``, ``cpu:2`` … are the CPU, treated as devices of
+    their own: so tests without any GPU see what happens between devices.
+
+    A module of all GPUs of a host can be wrapped once more: ``DistributedDataParallel(DataParallel(module), worker)``
+    exchanges gradients with other hosts, one worker for each host.
+
+    Args:
+        module: module to replicate. It is moved to the first device.
+        devices: device of each replica, as names, numbers of CUDA devices, or `torch.device`. One may be there several
+            times. None takes all CUDA devices, or the CPU if there is none.
+        output_device: device of the outputs. None takes the first of the devices.
+        dim: dimension of the samples in inputs and outputs. Tensors without it go to every replica whole.
+        whole: names of keyword arguments that go to every replica whole.
+        scalars: result for outputs without a dimension, such as a loss that the module computes itself. ``"stack"``
+            gives a vector with one for each replica that had samples, as torch's does. ``"mean"`` gives their mean,
+            weighted by samples: the loss over the whole batch, if it is a mean.
+        bucket_cap_mb: size in MiB of the pieces in which parameters and gradients travel between devices, for a module,
+            or a part of one, that has no blocks.
+        timeout: seconds that a forward may last in another thread than the caller's.
+
+    Attributes:
+        module: the wrapped module, on the first device.
+        devices: device of each replica.
+        output_device: device of the outputs.
+
+    Raises:
+        InvalidArgumentError: a device does not exist, or the module cannot be replicated. LayoutError is among these
+            errors.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Iterable[Device] | None = None,
+        *,
+        output_device: Device | None = None,
+        dim: int = 0,
+        whole: Iterable[str] = (),
+        scalars: Scalars = "stack",
+        bucket_cap_mb: float = 25.0,
+        timeout: float = ROUND_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module")
+        if scalars not in ("stack", "mean"):
+            raise InvalidArgumentError(f"scalars is 'stack' or 'mean', not {scalars!r}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise InvalidArgumentError(f"dim is the number of a dimension, 0 or above, not {dim!r}")
+        if not timeout > 0:
+            raise InvalidArgumentError(f"timeout is a number of seconds above 0, not {timeout!r}")
+        self.devices = checked_devices(devices)
+        self.output_device = checked_devices([output_device])[0] if output_device is not None else self.devices[0]
+        self.module = module.to(plain(self.devices[0]))
+        self._dim, self._whole, self._scalars = dim, frozenset(whole), scalars
+        self._cap_mb, self._timeout = bucket_cap_mb, timeout
+        self._depth = 0
+        self._replicas: Replicas | None = None
+        self._made()
+        self.train(module.training)
+        log.info("DataParallel: %s", self.describe())
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the replicas, each with its part of the batch, and return their outputs as one.
+
+        Raises:
+            SizeMismatchError: tensors of the batch, or of the outputs, do not fit each other.
+            DeadlineError: a replica has not returned within ``timeout``. The error names its device.
+            ClosedError: the model was closed.
+            Exception: an error of a replica, as it was raised there, with a note that names its device and samples.
+        """
+        parts = split(inputs, options, len(self.devices), self._dim, self._whole)
+        outputs = self._made().call(parts)
+        samples = [part.end - part.begin for part in parts]
+        return Joiner(self._dim, plain(self.output_device), self._scalars, samples).join(outputs)
+
+    def _made(self) -> Replicas:
+        """Return the replicas, which a copy of this object makes when it needs them."""
+        if self._replicas is None:
+            self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout)
+        return self._replicas
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without sending parameters to the other devices in between.
+
+        Gradients always add up in ``.grad``, inside and outside. Behind a backward outside, the next forward sends the
+        parameters, as the loop may have stepped. Behind a backward inside, it does so only if an optimizer has stepped,
+        or after a change that autograd knows of.
+        """
+        self._depth += 1
+        self._made().accumulate(True)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._made().accumulate(self._depth > 0)
+
+    def sync_params(self) -> None:
+        """Give all replicas the first one's parameters before the next forward.
+
+        That is needed only after a change that neither an optimizer makes nor autograd knows of, such as
+        ``parameter.data.copy_(…)``, between two forwards of evaluation, or inside of `no_sync`.
+        """
+        self._made().parameters_may_have_changed()
+
+    def sync_buffers(self) -> None:
+        """Give all replicas the first one's buffers before the next forward. It is needed as `sync_params` is."""
+        self._made().buffers_may_have_changed()
+
+    def describe(self) -> str:
+        """Return a line about the devices: how many replicas, where, and whether the devices are alike."""
+        return described(self.devices)
+
+    def close(self) -> None:
+        """End the threads of the devices. The wrapped module remains usable. A second call does nothing.
+
+        Without this call they end with the object.
+        """
+        self._made().close()
+
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, under the names that it has without this wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state of the module, also one with ``module.`` in front of all names, as torch's wrapper saves it."""
+        return self.module.load_state_dict(self._unwrapped(state_dict), strict, assign)
+
+    def _unwrapped(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        own = self.module.state_dict().keys()
+        if len(own & state.keys()) >= sum(name.removeprefix(_PREFIX) in own for name in state if name[:7] == _PREFIX):
+            return state
+        bare: Any = copy.copy(state)
+        if hasattr(bare, "_metadata"):
+            bare._metadata = copy.copy(bare._metadata)
+        consume_prefix_in_state_dict_if_present(bare, _PREFIX)
+        return bare  # type: ignore[no-any-return]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Find the module's names, when a module around this one loads its state."""
+        own = self.module.state_dict(prefix=prefix).keys()
+        for name in [name for name in state_dict if name in own]:
+            state_dict[f"{prefix}{_PREFIX}{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but threads and replicas: a copy, or what a pickle gives, makes its own."""
+        return {**self.__dict__, "_replicas": None, "_depth": 0}
