@@ -72,18 +72,25 @@ def main() -> None:
     models = contenders(options)
     steps = {name: step_of(model, tokens) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.steps + 2):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.process_time()
             step()
             if number > 1:
                 seconds[name].append(time.perf_counter() - began)
+                processor[name].append(time.process_time() - before)
     first = next(iter(seconds))
     size = sum(parameter.numel() for parameter in models[first].parameters())
     print(f"{size / 1e6:.1f}M parameters, batch {options.batch}, {options.threads} threads, {options.steps} steps each")
+    print(f"{'':<24}{'time of a step':>21}{'of the processor':>18}")
     for name, times in seconds.items():
-        ratio = statistics.median(own / bare for own, bare in zip(times, seconds[first], strict=True))
-        print(f"{name:<24}{statistics.median(times) * 1e3:9.1f} ms   {ratio - 1:+7.1%}")
+        more = [_ratio(one[name], one[first]) - 1 for one in (seconds, processor)]
+        print(f"{name:<24}{statistics.median(times) * 1e3:10.1f} ms {more[0]:+7.1%}{more[1]:+18.1%}")
+
+
+def _ratio(own: list[float], bare: list[float]) -> float:
+    return statistics.median(mine / other for mine, other in zip(own, bare, strict=True))
 
 
 if __name__ == "__main__":

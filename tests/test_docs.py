@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,10 +126,10 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
         check(line)
 
 
-def test_there_are_two_scripts_and_the_readme_has_the_beginning_of_one() -> None:
+def test_there_are_three_scripts_and_the_readme_has_the_beginning_of_one() -> None:
     shown = scripts()
     begun = shown.pop("README.md")
-    assert set(shown) == {"docs/jobs-and-data.md", "docs/training.md"}
+    assert set(shown) == {"docs/one-process.md", "docs/jobs-and-data.md", "docs/training.md"}
     assert shown["docs/training.md"].startswith(begun)
 
 
@@ -148,6 +149,13 @@ def test_scripts_train(name: str, tmp_path: Path) -> None:
         weights = [worker.expect("weights ", timeout=60) for worker in workers]
         assert [worker.end() for worker in workers] == [0, 0]
     assert weights[0] == weights[1]
+
+
+def test_the_script_of_one_process_trains() -> None:
+    """Test the blocks of the page as one script. It needs no coordinator."""
+    namespace: dict[str, Any] = {}
+    exec(compile(scripts()["docs/one-process.md"], "one-process.md", "exec"), namespace)
+    assert namespace["loss"].item() < 5.0
 
 
 def test_collectives_are_called_as_they_are_shown() -> None:

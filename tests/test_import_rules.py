@@ -36,7 +36,8 @@ BREACHES = {
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "gradserver.protocol.transport", "pickle"],
     "gradserver.worker.member.outward": ["socket", "threading", "time", "logging", "torch", "zmq"],
     "gradserver.worker.member.upward": ["gradserver.worker.client"],
-    "gradserver.worker.torch_ddp.upward": ["gradserver.worker.job"],
+    "gradserver.worker.data_parallel.upward": ["gradserver.worker.job"],
+    "gradserver.worker.torch_ddp.upward": ["gradserver.worker.job", "gradserver.worker.data_parallel"],
     "gradserver.worker.planes.upward": ["gradserver.worker.torch_ddp"],
     "gradserver.worker.collectives.upward": ["gradserver.worker.client"],
 }
@@ -64,6 +65,7 @@ MODULES = [
     *("gradserver.worker", "gradserver.worker.client", "gradserver.worker.member"),
     *(
         "gradserver.worker.job",
+        "gradserver.worker.data_parallel",
         "gradserver.worker.torch_ddp",
         "gradserver.worker.planes",
         "gradserver.worker.data",

@@ -1,6 +1,6 @@
 """Batches: inputs cut into a part for each replica, and outputs joined again, however both are nested.
 
-Tensors are found in tuples, lists, dicts and dataclasses. Whatever else an input has goes to every replica as it is.
+Tensors are found in tuples, lists, dicts and dataclasses. Other values go to every replica as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from gradserver.protocol.errors import InvalidArgumentError, SizeMismatchError
 
 Scalars = Literal["stack", "mean"]
-"""What outputs without a dimension become: a vector with one for each replica, or the mean over the samples."""
+"""Result for outputs without a dimension: a vector with one for each replica, or the mean over the samples."""
 
 _MAX_NAMED: Final = 8
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class Copies:
     def tensors(self) -> list[dict[int, Tensor]]:
         """Return, for each device, what a forward is to use for a parameter, by the parameter's id.
 
-        With autograd these are new tensors, whose gradients become the parameter's.
+        With autograd these are new tensors. Their gradients become the parameter's.
         """
         found: list[dict[int, Tensor]] = [{} for _ in self._devices]
         for bucket in (*self._trained, *self._frozen):
@@ -130,26 +130,32 @@ class _Bucket:
     def __init__(self, copies: Copies, group: Group, devices: Sequence[torch.device]) -> None:
         self.parameters = [parameter for _, parameter in group.parameters]
         self._copies = copies
-        self._length = sum(_room(parameter) for parameter in self.parameters)
+        self._forms = [_Form.of(parameter) for parameter in self.parameters]
+        self._home = self.parameters[0].device
         self._flats = [self._new(device) for device in devices]
         # By `data` each copy has a counter of changes of its own, which a refresh leaves alone. So a graph of before
         # stays valid: if values have changed in between, the module's own parameters say so.
         self.rows = [[place.data for place in self._places(flat)] for flat in self._flats]
 
     def _new(self, device: torch.device) -> Tensor:
-        return torch.empty(self._length, dtype=self.parameters[0].dtype, device=device)
+        return torch.empty(sum(form.room for form in self._forms), dtype=self.parameters[0].dtype, device=device)
 
     def _places(self, flat: Tensor) -> list[Tensor]:
         """Return the places of the parameters in ``flat``, in their shapes and strides."""
-        rooms = torch.split(flat, [_room(parameter) for parameter in self.parameters])
-        return [_shaped(room[: p.numel()], p) for room, p in zip(rooms, self.parameters, strict=True)]
+        rooms = torch.split(flat, [form.room for form in self._forms])
+        return [form.shaped(room[: form.numel]) for room, form in zip(rooms, self._forms, strict=True)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Pack the parameters, and send them to each device at once."""
-        packed = self._new(self.parameters[0].device)
-        torch._foreach_copy_(self._places(packed), list[Tensor](self.parameters))
-        for flat in self._flats:
+        """Send the parameters to each device, packed into one copy."""
+        packed: Tensor | None = None
+        for flat, row in zip(self._flats, self.rows, strict=True):
+            if is_near(flat.device, self._home):
+                torch._foreach_copy_([copied.data for copied in row], list[Tensor](self.parameters))
+                continue
+            if packed is None:
+                packed = self._new(self._home)
+                torch._foreach_copy_(self._places(packed), list[Tensor](self.parameters))
             flat.copy_(packed, non_blocking=flat.is_cuda)
 
     def followed(self) -> list[list[Tensor]]:
@@ -161,30 +167,70 @@ class _Bucket:
     def added_up(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the sums over the devices, in their order, on the parameters' device; None where there is nothing."""
         self._copies.backward_passes()
-        length, home = len(self.parameters), self.parameters[0].device
+        length = len(self.parameters)
         rows = [gradients[begin : begin + length] for begin in range(0, len(gradients), length)]
-        used = [number for number in range(length) if any(row[number] is not None for row in rows)]
-        if not used:
+        rows = [row for row in rows if any(gradient is not None for gradient in row)]
+        if not rows:
             return [None] * length
-        sizes = [self.parameters[number].numel() for number in used]
-        packed = [self._packed(row, used) for row in rows if any(gradient is not None for gradient in row)]
-        total = _sum(packed, home)
+        if len(rows) == 1 and is_near(_device_of(rows[0]), self._home):
+            return rows[0]
+        used = [number for number in range(length) if any(row[number] is not None for row in rows)]
+        total = _sum([self._packed(row, used) for row in rows], self._home)
+        pieces = torch.split(total, [self._forms[number].numel for number in used])
         found: list[Tensor | None] = [None] * length
-        for number, piece in zip(used, torch.split(total, sizes), strict=True):
-            found[number] = _shaped(piece, self.parameters[number])
+        for number, piece in zip(used, pieces, strict=True):
+            found[number] = self._forms[number].shaped(piece)
         return found
 
     def _packed(self, row: Sequence[Tensor | None], used: Sequence[int]) -> Tensor:
-        """Return the gradients of one device behind each other."""
+        """Return the gradients of one device behind each other, with zeros where it has none."""
         there = next(gradient for gradient in row if gradient is not None)
-        pieces = []
-        for number in used:
-            parameter, gradient = self.parameters[number], row[number]
-            if gradient is None:
-                pieces.append(there.new_zeros(parameter.numel()))
-            else:
-                pieces.append(gradient.permute(memory_order(parameter)).reshape(-1))
-        return torch.cat(pieces)
+        pieces = ((self._forms[number], row[number]) for number in used)
+        return torch.cat([there.new_zeros(form.numel) if one is None else form.flat(one) for form, one in pieces])
+
+
+class _Form(NamedTuple):
+    """The form of a parameter: its elements lie in memory in an order of its dimensions.
+
+    Attributes:
+        numel: number of elements.
+        room: elements that a copy takes.
+        shape: shape in the order in memory.
+        order: dimensions from the slowest to the fastest in memory; None if that is their own order.
+        inverse: the way back.
+    """
+
+    numel: int
+    room: int
+    shape: list[int]
+    order: tuple[int, ...] | None
+    inverse: list[int]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Form:
+        """Return the form of ``tensor``."""
+        order, numel = memory_order(tensor), tensor.numel()
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        plain = list(order) == inverse == list(range(len(order)))
+        room = -(-numel // _ALIGNED) * _ALIGNED
+        return cls(numel, room, [tensor.shape[dimension] for dimension in order], None if plain else order, inverse)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return the elements of ``tensor`` in the order in memory."""
+        return tensor.reshape(-1) if self.order is None else tensor.permute(self.order).reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Return ``flat`` in the shape of the parameter."""
+        return flat.view(self.shape) if self.order is None else flat.view(self.shape).permute(self.inverse)
+
+
+def is_near(device: torch.device, home: torch.device) -> bool:
+    """Return whether tensors on ``device`` are as good as at home, so that packing them is in vain."""
+    return device == home
+
+
+def _device_of(row: Sequence[Tensor | None]) -> torch.device:
+    return next(gradient.device for gradient in row if gradient is not None)
 
 
 def _sum(packed: list[Tensor], home: torch.device) -> Tensor:
@@ -212,14 +258,3 @@ class _Followed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         bucket: _Bucket = ctx.bucket
         return (None, *bucket.added_up(gradients))
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.numel() // _ALIGNED) * _ALIGNED
-
-
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """Return ``flat`` in the shape of ``like``, with its elements in the same order in memory."""
-    order = memory_order(like)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return flat.view([like.shape[dimension] for dimension in order]).permute(inverse)

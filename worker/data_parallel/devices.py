@@ -93,7 +93,7 @@ def check_replicable(module: nn.Module, home: torch.device) -> None:
             )
         if isinstance(part, nn.SyncBatchNorm):
             raise InvalidArgumentError(
-                f"{at} is a torch.nn.SyncBatchNorm, which needs a process for each device: use BatchNorm, whose "
+                f"{at} is a torch.nn.SyncBatchNorm, which needs a process for each device: use BatchNorm. Its "
                 f"statistics are those of the first replica's samples"
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -217,13 +217,15 @@ class _Replica(_First):
             parameters: what is used for a parameter on this device, by the parameter's id.
             copies_buffers: whether buffers get the module's values.
         """
+        with torch.inference_mode(False), torch.no_grad():
+            for source, _, _, buffers in self._pairs:
+                if source._buffers or buffers:
+                    self._follow_buffers(source, buffers, copies_buffers)
         for source, replica, children, buffers in self._pairs:
             attributes = vars(replica)
             attributes.clear()
             attributes.update(vars(source))
             attributes["_modules"] = children
-            with torch.inference_mode(False), torch.no_grad():
-                self._follow_buffers(source, buffers, copies_buffers)
             attributes["_buffers"] = dict(buffers)
             if not self._shares:
                 of = source._parameters.items()
@@ -262,7 +264,7 @@ class _Pair(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """What replicas of a part of the module depend on: its class, its children and its parameters."""
+    """Facts that replicas of a part of the module depend on: its class, its children and its parameters."""
 
     part: nn.Module
     kind: type
