@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradserver import DataParallel
-from gradserver.tools.demo.model import GPT, VOCABULARY
-from gradserver.tools.demo.settings import Settings
+from gradserver.tools.demo.model import GPT
+from gradserver.tools.demo.settings import VOCABULARY, Settings
 
 
 def step_of(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
