@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | run | status | ledger | demo | bench | chaos``."""
+"""The command line: ``gradserver serve | run | status | doctor | ledger | demo | bench | chaos``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "status", help="show the state of a running coordinator", description=_status.__doc__, fill=_add_status
     )
+    text = "examine this machine, its devices, and the link to a coordinator, and say what to change"
+    commands.add_parser("doctor", help=text, fill=_add_doctor)
     text = "show the ledger of a coordinator: contributions, stragglers and lost workers of each round"
     commands.add_parser("ledger", help=text, description=_ledger.__doc__, fill=_add_ledger)
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
@@ -145,6 +147,14 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
 
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    from gradserver.tools.doctor import command
+    from gradserver.worker.offer import offer_of
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=lambda arguments: command.run(arguments, lambda: offer_of("auto", imports=True)))
 
 
 def _status(arguments: argparse.Namespace) -> int:

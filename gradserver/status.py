@@ -193,11 +193,12 @@ def _members(group: dict[str, Any]) -> list[str]:
         cells = [member["rank"], member["name"], f"{flights[member_id] / 1e6:.1f} MB"]
         for column, cell in zip(found.values(), [*cells, "came last" if member_id == last else ""], strict=True):
             column.append(cell)
-    devices = [member["device"]["name"] if member["device"] else "CPU" for member in group["members"]]
-    if any(member["device"] for member in group["members"]):
-        found["device"] = devices
-    if len({member["channel"] for member in group["members"]}) > 1:
-        found["channel"] = [member["channel"] for member in group["members"]]
+    offers = [member.get("offer", {}) for member in group["members"]]
+    if any(offer.get("devices") for offer in offers):
+        found["device"] = [offer["devices"][0]["name"] if offer.get("devices") else "CPU" for offer in offers]
+    channels = [offer.get("channel", "") for offer in offers]
+    if len({*channels}) > 1:
+        found["channel"] = channels
     if group.get("elastic"):
         found["member"] = [member.get("seat", member["rank"]) for member in group["members"]]
     return table(list(found), list(zip(*found.values(), strict=True)))

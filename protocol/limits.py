@@ -136,5 +136,11 @@ SHARED_SLICE_COST: Final = 64
 MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
 """The least credit. Below two slices a worker could not push one while the reply to another travels."""
 
+PROBE_GROUP: Final = "gradserver-doctor"
+"""The group in which `gradserver doctor` measures links. Any peer may open it, and it ends by itself."""
+PROBE_WORLD: Final = 4
+PROBE_SECONDS: Final = 20.0
+"""Seconds from the first worker of that group to its end, at most."""
+
 OTHERS: Final = "*"
 """All groups that are not named, in place of a group's name."""

@@ -270,8 +270,8 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     group = snapshot["groups"]["mine"]
     assert snapshot["url"] == server.url
     assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
-    places = [{name: member[name] for name in ("rank", "name", "seat", "channel")} for member in group["members"]]
-    assert places == [{"rank": rank, "name": f"w{rank}", "seat": rank, "channel": "shm"} for rank in range(2)]
+    assert [member.pop("offer")["channel"] for member in group["members"]] == ["shm", "shm"]
+    assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
     assert group["bytes_in"] == group["bytes_out"] == 2 * PLAN.nbytes
     assert group["last_round"]["weights"] == [1.0, 1.0]
 

@@ -52,8 +52,8 @@ def is_nccl_available() -> Availability:
     return Availability(True, f"NCCL {offer.nccl} of torch {offer.torch}, on {device.name}")
 
 
-def offer_of(plane: str) -> Offer:
-    """Return what this process offers when it demands ``plane``.
+def offer_of(plane: str, imports: bool = False) -> Offer:
+    """Return what this process offers when it demands ``plane``. With ``imports`` it imports torch, if there is any.
 
     Raises:
         BackendUnavailableError: it demands the direct plane, and has no torch.distributed.
@@ -61,7 +61,7 @@ def offer_of(plane: str) -> Offer:
     offer = Offer(plane=plane, host=_label(socket.gethostname()), host_id=_host_id())
     if plane not in (AUTO, DIRECT):
         return offer
-    offer = _of_torch(offer, imports=plane == DIRECT)
+    offer = _of_torch(offer, imports or plane == DIRECT)
     if plane == DIRECT and not offer.backends:
         raise BackendUnavailableError(
             f"plane is 'direct', which needs torch with torch.distributed: {offer.trouble}. Install torch here, or "

@@ -45,6 +45,7 @@ from gradserver.protocol.transport.branches import MARK, branch_of
 from gradserver.protocol.transport.numbers import Numbers
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES, sender
+from gradserver.protocol.version import __version__
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Runtime
 from gradserver.transport.binding import bind_router
@@ -386,7 +387,7 @@ class TcpServer:
         """Return a snapshot, or a recent one: snapshots take a sixth of the time at most."""
         if time.monotonic() >= self._status_due:
             began = time.thread_time()
-            shown: dict[str, object] = {"url": self.url}
+            shown: dict[str, object] = {"url": self.url, "version": __version__}
             if self._unix is not None:
                 shown["shared_memory"] = {"segments": self._unix.segments, "bytes": self._unix.nbytes}
             self._status = json.dumps(shown | self._runtime.snapshot()).encode()

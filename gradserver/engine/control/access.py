@@ -6,6 +6,7 @@ import hmac
 from typing import NamedTuple
 
 from gradserver.protocol.errors import JoinRefusedError
+from gradserver.protocol.limits import PROBE_GROUP
 
 _NAMED = 8
 """Groups that an error lists at most."""
@@ -15,7 +16,7 @@ class Access(NamedTuple):
     """Rights to found a group and to offer a data shard.
 
     Attributes:
-        groups: the names under which groups may be founded; None for any.
+        groups: the names under which groups may be founded; None for any. `PROBE_GROUP` is always one of them.
         shard_token: what a data shard shows that this coordinator has started itself; empty if there are none such.
         any_shard: whether others are taken, too.
     """
@@ -26,7 +27,7 @@ class Access(NamedTuple):
 
     def check_group(self, name: str) -> None:
         """JoinRefusedError if no group may be founded under ``name``."""
-        if self.groups is None or name in self.groups:
+        if self.groups is None or name in self.groups or name == PROBE_GROUP:
             return
         allowed = sorted(self.groups)
         listed = ", ".join(repr(one) for one in allowed[:_NAMED]) + ", …" * (len(allowed) > _NAMED)

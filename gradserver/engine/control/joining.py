@@ -28,8 +28,11 @@ from gradserver.protocol.limits import (
     MAX_SHARDS,
     MAX_TOKEN,
     MAX_URL,
+    PROBE_GROUP,
+    PROBE_SECONDS,
 )
 from gradserver.protocol.messages import Join
+from gradserver.protocol.planes import AUTO
 
 _BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12) + MAX_PLANE_REASON + 16
 """Bytes of a Welcome that are not names, at most."""
@@ -56,8 +59,9 @@ def new_group(registry: Registry, join: Join) -> Group:
     policy = told or Policy.of(join.world_size, join.group)
     if sum(group.origin is None for group in registry.groups.values()) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
-    account, planes = registry.quotas.account(join.group), Planes(registry.plane)
-    return Group(join.group, policy, account, registry.nonfinite, planes=planes)
+    account = registry.quotas.account(join.group)
+    plane, expires = (AUTO, registry.now + PROBE_SECONDS) if join.group == PROBE_GROUP else (registry.plane, None)
+    return Group(join.group, policy, account, registry.nonfinite, expires=expires, planes=Planes(plane))
 
 
 def _suits(join: Join, policy: Policy) -> bool:

@@ -298,6 +298,12 @@ TIMERS: Final = (
         "DeadlineError to every member, and the group ends.",
     ),
     Timer(
+        lambda group: group.expires,
+        members.expire,
+        "A group of `gradserver doctor` has lasted for as long as it may.",
+        "DeadlineError to every worker, and the group ends.",
+    ),
+    Timer(
         admissions.queue_deadline,
         lambda registry, group, effects: admissions.queue_overdue(group, registry.now, effects),
         "The patience of an applicant that waits for a place ends.",

@@ -24,6 +24,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure
 from gradserver.engine.orders import Break, Halt
 from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
+from gradserver.protocol.limits import PROBE_SECONDS
 from gradserver.protocol.messages import Failure, Scope
 
 _OUT_OF_DATA: Final = (
@@ -152,6 +153,16 @@ def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> 
     """End a group, as all its members are away."""
     effects.log(f"group {group.name!r} ends after {group.rounds.number} rounds: all its workers are away, and {reason}")
     registry.end(group, learners.bereft(group), f"all its workers were away, and {reason}", effects)
+
+
+def expire(registry: Registry, group: Group, effects: Effects) -> None:
+    """End a group that only measures: it may not last."""
+    error = DeadlineError(f"group {group.name!r} is for `gradserver doctor`, and ends after {PROBE_SECONDS:g} s")
+    if group.begun:
+        registry.end(group, error, "it has lasted for as long as it may", effects)
+        return
+    for applicant in group.applicants.waiting:
+        effects.evict(applicant.connection, error)
 
 
 def disband(registry: Registry, group: Group, effects: Effects) -> None:

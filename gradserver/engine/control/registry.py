@@ -15,7 +15,7 @@ from gradserver.engine.order_fields import Member
 from gradserver.engine.orders import CloseGroup, OpenGroup
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
-from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS
+from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS, PROBE_GROUP, PROBE_WORLD
 from gradserver.protocol.planes import AUTO
 
 
@@ -138,6 +138,8 @@ class Registry:
 
     def told(self, name: str) -> Policy | None:
         """Give what the coordinator was told of a group; None if nothing."""
+        if name == PROBE_GROUP:
+            return Policy.of(PROBE_WORLD)
         return self.worlds.get(name) or self.worlds.get(OTHERS)
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────

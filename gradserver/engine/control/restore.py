@@ -33,6 +33,7 @@ from gradserver.engine.records import (
     Stragglers,
 )
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
+from gradserver.protocol.limits import PROBE_GROUP, PROBE_SECONDS
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.shards import Table
 
@@ -152,7 +153,8 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     handling = found.latest(Handling)
     names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
-    group = Group(name, policy, registry.quotas.account(name), nonfinite, planes=Planes(registry.plane))
+    account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
+    group = Group(name, policy, account, nonfinite, expires=expires, planes=Planes(registry.plane))
     group.members.restore(names, dict(latest.members), latest.epoch)
     group.planes.restore(found.offers, _choice(found, latest.epoch))
     group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))

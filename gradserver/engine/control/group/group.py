@@ -69,6 +69,7 @@ class Group:
         state: state as of the last event or rule that was dealt with.
         is_ended: True when the registry has forgotten the group.
         origin: the parent and the named members of a sub-group; None for any other group.
+        expires: time at which a group that only measures ends; None for all others.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Group:
     broken: GradServerError | None = None
     state: State = State.FORMING
     is_ended: bool = False
+    expires: float | None = None
     applicants: Applicants = field(default_factory=Applicants)
     members: Members = field(init=False)
     configuration: Configuration = field(default_factory=Configuration)
@@ -354,7 +356,7 @@ class Group:
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,
             "round": self.rounds.number,
-            "plane": self.planes.describe(identities.present),
+            "plane": self.planes.describe(identities.present, self.case(identities.present)),
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
                 # "seat" is the member id: a name in JSON stays as it is

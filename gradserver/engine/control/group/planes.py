@@ -73,21 +73,20 @@ class Planes:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""
         check(group, others, new, leaves_late, self.demanded)
 
-    def describe(self, present: Iterable[int]) -> dict[str, object]:
-        """Return the plane as plain JSON values."""
+    def describe(self, present: Iterable[int], case: Case) -> dict[str, object]:
+        """Return the plane as plain JSON values, and what it follows from beside the offers."""
         plane, reason, demanded = self.choice
         offers = self.offers_of(present)
-        return {"name": plane, "reason": reason, "demanded": demanded, "devices": summary(offers) if offers else ""}
+        shown = {"name": plane, "reason": reason, "demanded": demanded, "devices": summary(offers) if offers else ""}
+        facts = {"leaves_late": case.leaves_late, "has_commits": case.has_commits}
+        return {**shown, "coordinator_demands": self.demanded, **facts}
 
     def describe_offer(self, member_id: int) -> dict[str, object]:
-        """Return what a member offers as plain JSON values."""
+        """Return what a member offers as plain JSON values, with its own device alone; nothing if it has not told."""
         offer = self.offer_of(member_id)
-        device = offer.devices[0] if offer.devices else None
-        return {
-            **{name: getattr(offer, name) for name in ("channel", "host", "torch", "nccl", "driver")},
-            "device": None if device is None else device._asdict(),
-            "lacks": offer.trouble,
-        }
+        if offer == UNTOLD:
+            return {}
+        return {"offer": {**offer._asdict(), "devices": [device._asdict() for device in offer.devices[:1]]}}
 
     def news(self, group: str, epoch: int, present: Iterable[int]) -> Chosen | None:
         """Return the record of what is to be written of members that are ``present``; None if there is nothing."""
