@@ -134,12 +134,18 @@ def coordinator(
 
 @contextmanager
 def joined(
-    url: str, world_size: int, *, group: str = "default", timeout: float = TIMEOUT, channel: str | None = None
+    url: str,
+    world_size: int,
+    *,
+    group: str = "default",
+    timeout: float = TIMEOUT,
+    channel: str | None = None,
+    plane: str | None = None,
 ) -> Iterator[list[Worker]]:
     """Join a complete group at ``url``. Its workers, by rank, are called ``w0``, ``w1``, …"""
 
     def join(rank: int) -> Worker:
-        return connect(url, rank, world_size, group, f"w{rank}", timeout, channel)
+        return connect(url, rank, world_size, group, f"w{rank}", timeout, channel, plane=plane)
 
     with ExitStack() as stack:
         yield [stack.enter_context(worker) for worker in together(range(world_size), join)]
@@ -154,14 +160,23 @@ def members(
     credit: int = CREDIT_BYTES,
     nonfinite: Any = "halt",
 ) -> Iterator[list[Worker]]:
-    """Join a group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process."""
+    """Join a group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process.
+
+    With "direct" they have the channel "tcp" and the direct plane.
+    """
     if channel == "memory":
         with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite) as cluster:
             yield cluster.workers
     else:
         with (
             coordinator(credit=credit, nonfinite=nonfinite) as server,
-            joined(server.url, world_size, timeout=timeout, channel=channel) as workers,
+            joined(
+                server.url,
+                world_size,
+                timeout=timeout,
+                channel="tcp" if channel == "direct" else channel,
+                plane="direct" if channel == "direct" else None,
+            ) as workers,
         ):
             yield workers
 

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.errors import (
@@ -233,7 +234,9 @@ def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
         session = Session(connection, join.timeout)
         try:
             way = SHM if connection.on_this_host and wish.channel != TCP else TCP
-            joining = session.join(replace(join, offer=with_store(join.offer._replace(channel=way), url)))
+            offer, store = with_store(join.offer._replace(channel=way), url)
+            session.on_end(partial(id, store))  # it holds what members meet at for as long as the membership lasts
+            joining = session.join(replace(join, offer=offer))
             connection.ask()
             _await_welcome(joining, connection, until - time.monotonic(), join.timeout)
             return connection, session

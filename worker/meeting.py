@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from gradserver.protocol.offers import Offer
 from gradserver.protocol.planes import AUTO, DIRECT
@@ -20,32 +19,23 @@ from gradserver.protocol.url import parse_target
 log = logging.getLogger("gradserver")
 
 _SECONDS: Final = 60.0
-_stores: dict[str, Any] = {}
-"""Stores of this process, by the host that they are reached at. They last as long as the process."""
-_opening = threading.Lock()
 
 
-def with_store(offer: Offer, url: str) -> Offer:
-    """Return ``offer`` with the address of a store, if the plane may be the direct one.
+def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
+    """Return ``offer`` with the address of a new store, if the plane may be the direct one; and the store.
 
-    The store is reached at the address from which this host reaches the coordinator at ``url``.
+    The store is reached at the address from which this host reaches the coordinator at ``url``. It lasts as long as it
+    is referenced. Each membership has one of its own: what an earlier one has left there would mislead.
     """
     if not offer.backends or not (offer.plane == DIRECT or (offer.plane == AUTO and offer.devices)):
-        return offer
+        return offer, None
     try:
-        return offer._replace(store=_store(_host_towards(url)))
+        host, distributed = _host_towards(url), cast(Any, import_module("torch.distributed"))
+        store = distributed.TCPStore(host, 0, None, True, timedelta(seconds=_SECONDS), wait_for_workers=False)
+        return offer._replace(store=f"{host}:{store.port}"), store
     except (OSError, RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
         log.warning("this worker cannot host a rendezvous for the direct plane: %s", error)
-        return offer
-
-
-def _store(host: str) -> str:
-    distributed: Any = import_module("torch.distributed")
-    with _opening:
-        if host not in _stores:
-            limit = timedelta(seconds=_SECONDS)
-            _stores[host] = distributed.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
-        return f"{host}:{_stores[host].port}"
+        return offer, None
 
 
 def _host_towards(url: str) -> str:

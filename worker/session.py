@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
@@ -86,6 +86,7 @@ class Session:
         self._lasting: Lasting | None = None
         self.disowned: UsageError | None = None
         self.subgroups: Subgroups[Session] = Subgroups(self)
+        self._endings: list[Callable[[], object]] = []
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
         self.state_part, self.ask = self.traffic.state_part, self.traffic.ask
@@ -314,6 +315,13 @@ class Session:
             waiting = self.member.give_up()
         for waiter in waiting:
             waiter._complete(error)
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
+    def on_end(self, end: Callable[[], object]) -> None:
+        """Call ``end`` when nothing can be sent any more."""
+        self._endings.append(end)
 
 
 class ShardReceiver:

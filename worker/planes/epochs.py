@@ -17,6 +17,7 @@ from gradserver.protocol.planes import DIRECT
 from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.planes.communicator import Communicator, Signal
+from gradserver.worker.session import Session
 
 _FORM_SECONDS: Final = 20.0
 """Seconds in which members have to find each other when an epoch begins."""
@@ -28,7 +29,7 @@ _MOST_REST_ROUNDS: Final = 512
 class Directs:
     """Communicators of one worker, which its modules share, and the rounds of the present epoch that are direct."""
 
-    worker: Worker
+    session: Session
     epoch: int = -1
     voids: int = 0
     """Rounds of this epoch that were void."""
@@ -40,12 +41,14 @@ class Directs:
     @classmethod
     def of(cls, worker: Worker) -> Directs:
         """Return those of ``worker``."""
-        return _of_worker.setdefault(worker, cls(worker))
+        if worker not in _of_worker:
+            _of_worker[worker] = cls(worker._session)
+            worker._session.on_end(_of_worker[worker].give_up)
+        return _of_worker[worker]
 
     def reduces(self) -> bool:
         """Tell whether the present round is direct. All members say the same: it depends on what all have been told."""
-        session = self.worker._session
-        here = session.membership
+        session, here = self.session, self.session.membership
         if here.epoch != self.epoch:
             self.give_up()
             self.epoch, self.voids, self.rests_until = here.epoch, 0, 0
@@ -53,14 +56,14 @@ class Directs:
 
     def joined(self, signal: Signal) -> Communicator:
         """Return the communicator of the present epoch, and form it if need be."""
-        here = self.worker._session.membership
+        here = self.session.membership
         if self.communicator is None:
             name = f"{here.group}/{self.epoch}/{self.voids}"
             stores = [offer.store for offer in here.offers]
             store, host = next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
             made = Communicator(store, name, here.rank, len(here.member_ids), self.devices, host)
             self.communicator = made
-            made.form(signal, min(_FORM_SECONDS, self.worker.timeout))
+            made.form(signal, min(_FORM_SECONDS, self.session.timeout))
         return self.communicator
 
     def void(self) -> None:
@@ -68,7 +71,7 @@ class Directs:
         self.give_up()
         self.voids += 1
         rest = min(_REST_ROUNDS << (self.voids - 1), _MOST_REST_ROUNDS)
-        self.rests_until = self.worker.round + 1 + rest
+        self.rests_until = self.session.round + 1 + rest
 
     def give_up(self) -> None:
         """End all that is under way among the members."""

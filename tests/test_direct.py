@@ -1,0 +1,195 @@
+"""The direct plane between processes, over gloo: a death costs one contribution, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradserver
+from gradserver.protocol.errors import WorkerLostError
+from gradserver.worker.client import Worker
+from gradserver.worker.planes.communicator import Communicator
+from gradserver.worker.planes.epochs import Directs
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, coordinator, joined, members, together
+from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
+from tests.replicas import distance, same
+
+PROGRAM = Path(__file__).with_name("direct_training.py")
+GOES_ON_WITHIN = 3.0 + 4.0
+"""From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
+SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
+
+
+@pytest.mark.parametrize(
+    ("where", "shards"),
+    [
+        ("reducing", 1),
+        pytest.param("committing", 1, marks=pytest.mark.long),
+        pytest.param("reducing", 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_killed_in_a_direct_round_costs_one_contribution_and_no_step(
+    where: str, shards: int, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--shards", str(shards)))
+
+        def start(member_id: int) -> Program:
+            arguments = str(PROGRAM), daemon.url, str(member_id), str(tmp_path / f"{member_id}"), where
+            return stack.enter_context(Program(*arguments, loaded="torch"))
+
+        workers = [start(member_id) for member_id in range(WORLD)]
+        workers[VICTIM].expect("halfway", STARTED_WITHIN)
+        killed = time.monotonic()
+        workers[VICTIM].send_signal(signal.SIGKILL)
+        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in SURVIVORS]
+        group = daemon.group()
+        for member_id in SURVIVORS:
+            workers[member_id].tell()
+        fell = [workers[member_id].expect("fell ") for member_id in SURVIVORS]
+        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
+
+    assert max(float(moment) for moment, _ in steps) - killed < GOES_ON_WITHIN
+    assert fell == [f"[{FATAL}]"] * 3, "the rounds behind it are direct again"
+    assert group["plane"]["name"] == "direct"
+    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
+    assert all(same(states[0], other) for other in states[1:])
+    expected = alone(lambda step, _: range(WORLD) if step < FATAL else SURVIVORS)
+    assert distance(states[0], expected) < 1e-5
+    assert STEPS > FATAL + 1
+
+
+@pytest.mark.long
+def test_a_stopped_worker_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--round-timeout", "5"))
+        arguments = [
+            (str(PROGRAM), daemon.url, str(place), str(tmp_path / f"{place}"), "reducing") for place in range(4)
+        ]
+        workers = [stack.enter_context(Program(*each, loaded="torch")) for each in arguments]
+        workers[VICTIM].expect("halfway", STARTED_WITHIN)
+        workers[VICTIM].send_signal(signal.SIGSTOP)
+        for member_id in SURVIVORS:
+            workers[member_id].expect(f"step {FATAL} ", PATIENCE)
+            workers[member_id].tell()
+        for member_id in SURVIVORS:
+            workers[member_id].expect("fell ")
+        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
+        workers[VICTIM].send_signal(signal.SIGKILL)
+    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
+    assert all(same(states[0], other) for other in states[1:])
+
+
+# ── several workers of this process ───────────────────────────────────────────────────────────────────
+
+
+def train(worker: Worker, steps: int = 6, then: Callable[[int], object] = lambda _: None) -> bytes:
+    """Train a small module, and return its weights."""
+    module = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    first = torch.Generator().manual_seed(7)  # not torch's own, which threads share
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=first) / 4)
+    model = DistributedDataParallel(module, worker)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chance = torch.Generator().manual_seed(1000 + worker.rank)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.set_weight(1.0 + worker.rank)
+        model(torch.randn(6, 8, generator=chance)).square().mean().backward()
+        optimizer.step()
+        then(step)
+    tensors = [*module.parameters(), *module.buffers()]
+    return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+
+
+def floats(weights: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(weights[: len(weights) - 8]), dtype=torch.float32)
+
+
+def test_direct_rounds_give_all_members_the_bits_of_one_mean_as_the_coordinator_does_within_rounding() -> None:
+    with members("direct", 3) as workers:
+        assert {worker.plane for worker in workers} == {"direct"}
+        direct = together(workers, train)
+    with members("memory", 3) as workers:
+        reduced = together(workers, train)
+    assert len(set(direct)) == len(set(reduced)) == 1
+    assert torch.allclose(floats(direct[0]), floats(reduced[0]), rtol=0, atol=1e-5)
+
+
+def test_a_reduction_that_fails_at_one_member_sends_its_round_and_some_more_over_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = Communicator.all_reduce
+
+    def failing(self: Communicator, *arguments: Any) -> Any:
+        if self._rank == 1 and round_of[1] == 2:
+            raise RuntimeError("the link broke")
+        return begin(self, *arguments)
+
+    round_of: dict[int, int] = {1: 0}
+    monkeypatch.setattr(Communicator, "all_reduce", failing)
+
+    def work(worker: Worker) -> tuple[bytes, int]:
+        weights = train(worker, 12, lambda step: round_of.update({worker.rank: step + 1}))
+        return weights, Directs.of(worker).voids
+
+    with members("direct", 3) as workers:
+        direct = together(workers, work)
+    with members("memory", 3) as workers:
+        reduced = together(workers, train, 12)
+    assert len(set(direct)) == 1
+    assert direct[0][1] == 1, "one round was void, and the epoch went on"
+    assert torch.allclose(floats(direct[0][0]), floats(reduced[0]), rtol=0, atol=1e-5)
+    assert "could not reduce round 2 with the others, and it goes over the coordinator: the link broke" in caplog.text
+
+
+def test_members_that_do_not_find_each_other_go_over_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(*_: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(Communicator, "_group", lost)
+    with members("direct", 2) as workers:
+        weights = together(workers, train)
+    assert len(set(weights)) == 1
+    assert "could not connect to each other for direct reductions" in caplog.text
+    assert "no route to host" in caplog.text
+
+
+def test_a_group_that_needs_all_its_members_ends_with_the_name_of_the_lost_one() -> None:
+    def work(worker: Worker) -> str:
+        def then(step: int) -> None:
+            if step == 2 and worker.rank == 1:
+                worker.abort("it was preempted")
+
+        if worker.rank == 1:
+            with pytest.raises(gradserver.ClosedError):
+                train(worker, then=then)
+            return ""
+        with pytest.raises(WorkerLostError) as caught:
+            train(worker, then=then)
+        return caught.value.message
+
+    with coordinator() as server, joined(server.url, 3, plane="direct") as workers:
+        said = together(workers, work)
+    assert "'w1'" in said[0]
+    assert "'w1'" in said[2]
+
+
+def test_a_closed_worker_ends_its_communicators() -> None:
+    with members("direct", 2) as workers:
+        together(workers, train)
+        found = [Directs.of(worker) for worker in workers]
+        assert all(one.communicator is not None for one in found)
+    assert all(one.communicator is None for one in found)
