@@ -29,7 +29,7 @@ from gradserver.protocol.errors import (
     SizeMismatchError,
 )
 from gradserver.worker.client import Worker
-from gradserver.worker.data_parallel import copies
+from gradserver.worker.data_parallel import copies, lanes
 from tests.models import Convolutional, Transformer, images, loss_of, seeded, state_of, tokens
 from tests.replicas import STEPS, assert_like_one_process, distance, gradients, on, reference, same, sgd, shard
 
@@ -38,6 +38,16 @@ torch.set_num_threads(1)
 SHARED, APART = ["cpu", "cpu"], ["cpu:0", "cpu:1"]
 """Devices of two replicas with the same parameters, and with a copy and a thread for the second one."""
 MIXED = ["cpu", "cpu:1", "cpu", "cpu:2", "cpu:1"]
+
+
+class Uncounted(torch.optim.SGD):
+    """An optimizer that changes parameters past autograd's counters, as fused ones do."""
+
+    def step(self, *_: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad, alpha=group["lr"])
 
 
 @contextmanager
@@ -108,7 +118,7 @@ def test_what_travels_packed_arrives_whole(
     with parallel(make().eval(), devices) as model:
         given_inputs = inputs.get(type(plain), images(0, 7)[0].double())
         for one in (plain, model):
-            optimizer = torch.optim.AdamW(one.parameters(), fused=True)
+            optimizer = Uncounted(one.parameters(), lr=0.01)
             for _ in range(3):
                 optimizer.zero_grad()
                 one(given_inputs).square().mean().backward()
@@ -409,17 +419,19 @@ def test_replicas_follow_changes_of_the_module(devices: list[str], number: int) 
             torch.testing.assert_close(row, model(inputs)[0])
 
 
-@pytest.mark.parametrize("how", ["fused", "by hand", "sync_params", "small batch"])
+@pytest.mark.parametrize("how", ["uncounted", "inside no_sync", "by hand", "sync_params", "small batch"])
 def test_steps_that_autograd_does_not_count_reach_all_replicas(how: str) -> None:
     """Test also with a batch so small that no copy gets a gradient."""
 
     def steps(model: nn.Module) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        optimizer = Uncounted(model.parameters(), lr=0.1)
         for step in range(4):
-            loss = model(rows(1 if how == "small batch" and step % 2 else 5, step)).square().sum()
-            model.zero_grad()
-            loss.backward()
-            if how == "by hand":
+            accumulating = how == "inside no_sync" and isinstance(model, DataParallel)
+            with model.no_sync() if accumulating and isinstance(model, DataParallel) else nullcontext():
+                loss = model(rows(1 if how == "small batch" and step % 2 else 5, step)).square().sum()
+                model.zero_grad()
+                loss.backward()
+            if how in ("by hand", "small batch"):
                 for parameter in model.parameters():
                     assert parameter.grad is not None
                     parameter.data.sub_(parameter.grad, alpha=0.1)
@@ -493,7 +505,7 @@ def test_modes_of_the_callers_thread_hold_in_the_others() -> None:
     seen = []
 
     def look(inputs: Tensor) -> Tensor:
-        now = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"))
+        now = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), lanes._autocast_type("cpu") is not None)
         seen.append((threading.current_thread().name, *now))
         return inputs
 

@@ -205,7 +205,8 @@ class _Replica(_First):
     """
 
     def __init__(self, module: nn.Module, device: torch.device, shares: bool) -> None:
-        made = {part: type(part).__new__(type(part)) for part in module.modules()}
+        # By `object`, as a class may take arguments, or make classes of its own, as torch.fx does.
+        made: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
         super().__init__(made[module])
         self._device, self._shares = device, shares
         self._pairs = [_Pair(part, replica, _children(part, made), {}) for part, replica in made.items()]
