@@ -43,7 +43,7 @@ MIXED = ["cpu", "cpu:1", "cpu", "cpu:2", "cpu:1"]
 class Uncounted(torch.optim.SGD):
     """An optimizer that changes parameters past autograd's counters, as fused ones do."""
 
-    def step(self, *_: Any) -> None:
+    def step(self, *_: Any) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -541,6 +541,47 @@ def test_first_forward_in_inference_mode_leaves_training_possible() -> None:
         with torch.inference_mode():
             model(images(0, 4)[0])
         model(images(0, 4)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART, MIXED], ids=str)
+def test_given_replicas_take_the_place_of_copies(devices: list[str]) -> None:
+    further = [mlp(seed).append(nn.BatchNorm1d(2).double().eval()) for seed in range(1, len(devices))]
+    plain: nn.Module = mlp().append(nn.BatchNorm1d(2).double())
+    with parallel(mlp().append(nn.BatchNorm1d(2).double()), devices, replicas=further) as model:
+        model(rows(10))  # running statistics become those of the first samples
+        assert all(other.training for other in further)
+        plain.load_state_dict(model.state_dict())
+        for one in (plain, model):
+            one.eval()
+            optimizer = sgd(one)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                one(rows(7, step)).square().mean().backward()
+                optimizer.step()
+        assert distance(state_of(model), state_of(plain)) < 1e-12
+        with torch.no_grad():
+            model(rows(7))
+        for other in further:
+            assert not other.training
+            assert same(state_of(other), state_of(model))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "error", "text"),
+    [
+        ([mlp(), mlp()], InvalidArgumentError, "replicas has 2 modules for 2 devices.*so give 1"),
+        (
+            [mlp().float()],
+            SizeMismatchError,
+            r"parameter '0.weight' is \(5, 3\) of torch.float64 in the .*float32 in .* 1",
+        ),
+        ([mlp()[:2]], SizeMismatchError, "module '2' is there in the module, and not there in replica 1"),
+        ([mlp().append(nn.ReLU())], SizeMismatchError, "module '3' is not there in the module, and there in replica 1"),
+    ],
+)
+def test_given_replicas_must_be_like_the_module(replicas: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DataParallel(mlp(), SHARED, replicas=replicas)
 
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────

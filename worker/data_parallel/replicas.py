@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from gradserver.protocol.errors import ClosedError
 from gradserver.worker.data_parallel.batches import Part, moved
 from gradserver.worker.data_parallel.copies import Copies, mark
 from gradserver.worker.data_parallel.devices import check_replicable, plain
+from gradserver.worker.data_parallel.given import GivenReplica
 from gradserver.worker.data_parallel.lanes import Lane, Surroundings
 
 _CLOSE_SECONDS: Final = 10.0
@@ -43,7 +44,7 @@ class _Site:
 
     device: torch.device
     ranks: list[int] = field(default_factory=list)
-    replicas: list[_First] = field(default_factory=list)
+    replicas: list[_Follower] = field(default_factory=list)
     lane: Lane | None = None
 
 
@@ -55,10 +56,19 @@ class Replicas:
         devices: device of each replica, in their order. A device may be there several times.
         cap_mb: size in MiB of the buckets in which parameters and gradients travel.
         timeout: seconds that a forward may last in a thread beside the caller's.
+        given: the further replicas, if the caller has made them.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], cap_mb: float, timeout: float) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        cap_mb: float,
+        timeout: float,
+        given: Sequence[nn.Module] = (),
+    ) -> None:
         self._module, self._devices, self._cap_mb, self._timeout = module, devices, cap_mb, timeout
+        self._given = given
         self._sites = {device: _Site(device) for device in devices}
         for rank, device in enumerate(devices):
             self._sites[device].ranks.append(rank)
@@ -133,9 +143,15 @@ class Replicas:
         self.accumulate(self._accumulates)
         self._structure = [_Structure.of(part) for part in self._module.modules()]
         for site in self._sites.values():
-            site.replicas = [_Replica(self._module, plain(site.device), shares=site is first) for _ in site.ranks]
-        first.replicas[0] = _First(self._module)
+            site.replicas = [self._replica(rank, plain(site.device), site is first) for rank in site.ranks]
         self._buffers_are_stale, self._marks = True, list[object]()
+
+    def _replica(self, rank: int, device: torch.device, shares: bool) -> _Follower:
+        if not rank:
+            return _First(self._module)
+        if self._given:
+            return GivenReplica(self._module, self._given[rank - 1], rank, device, shares)
+        return _Replica(self._module, device, shares)
 
     def _follow(self) -> None:
         """Make all replicas what the module is now."""
@@ -185,6 +201,20 @@ class Replicas:
                 site.lane.close(_CLOSE_SECONDS)
 
 
+class _Follower(Protocol):
+    """A replica, which becomes what the module is."""
+
+    module: nn.Module
+
+    def follow(self, parameters: Mapping[int, Tensor], copies_buffers: bool) -> None:
+        """Follow the module.
+
+        Args:
+            parameters: what is used for a parameter on this device, by the parameter's id.
+            copies_buffers: whether buffers get the module's values.
+        """
+
+
 class _First:
     """The first replica, which is the module itself."""
 
@@ -195,7 +225,7 @@ class _First:
         """Do nothing."""
 
 
-class _Replica(_First):
+class _Replica:
     """A further replica.
 
     Args:
@@ -207,17 +237,12 @@ class _Replica(_First):
     def __init__(self, module: nn.Module, device: torch.device, shares: bool) -> None:
         # By `object`, as a class may take arguments, or make classes of its own, as torch.fx does.
         made: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
-        super().__init__(made[module])
+        self.module = made[module]
         self._device, self._shares = device, shares
         self._pairs = [_Pair(part, replica, _children(part, made), {}) for part, replica in made.items()]
 
     def follow(self, parameters: Mapping[int, Tensor], copies_buffers: bool) -> None:
-        """Become what the module is now.
-
-        Args:
-            parameters: what is used for a parameter on this device, by the parameter's id.
-            copies_buffers: whether buffers get the module's values.
-        """
+        """Become what the module is now."""
         with torch.inference_mode(False), torch.no_grad():
             for source, _, _, buffers in self._pairs:
                 if source._buffers or buffers:

@@ -15,6 +15,7 @@ from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import ROUND_TIMEOUT
 from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
 from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
+from gradserver.worker.data_parallel.given import check_count
 from gradserver.worker.data_parallel.replicas import Replicas
 
 log = logging.getLogger("gradserver")
@@ -64,6 +65,9 @@ class DataParallel(nn.Module):
         bucket_cap_mb: size in MiB of the pieces in which parameters and gradients travel between devices, for a module,
             or a part of one, that has no blocks.
         timeout: seconds that a forward may last in another thread than the caller's.
+        replicas: modules for the further devices, in their order, instead of copies: for modules that hold what belongs
+            to one object, such as a handle of their device. They must have the module's parameters and buffers, by
+            name, shape and type, and get its values. Their attributes and hooks remain their own.
 
     Attributes:
         module: the wrapped module, on the first device.
@@ -73,6 +77,7 @@ class DataParallel(nn.Module):
     Raises:
         InvalidArgumentError: a device does not exist, or the module cannot be replicated. LayoutError is among these
             errors.
+        SizeMismatchError: one of ``replicas`` is not like the module. The error names the first difference.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class DataParallel(nn.Module):
         scalars: Scalars = "stack",
         bucket_cap_mb: float = 25.0,
         timeout: float = ROUND_TIMEOUT,
+        replicas: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -98,6 +104,9 @@ class DataParallel(nn.Module):
             raise InvalidArgumentError(f"timeout is a number of seconds above 0, not {timeout!r}")
         self.devices = checked_devices(devices)
         self.output_device = checked_devices([output_device])[0] if output_device is not None else self.devices[0]
+        self._given = tuple(replicas)
+        if self._given:
+            check_count(self._given, self.devices)
         self.module = module.to(plain(self.devices[0]))
         self._dim, self._whole, self._scalars = dim, frozenset(whole), scalars
         self._cap_mb, self._timeout = bucket_cap_mb, timeout
@@ -124,7 +133,7 @@ class DataParallel(nn.Module):
     def _made(self) -> Replicas:
         """Return the replicas, which a copy of this object makes when it needs them."""
         if self._replicas is None:
-            self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout)
+            self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout, self._given)
         return self._replicas
 
     @contextmanager
@@ -195,4 +204,4 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but threads and replicas: a copy, or what a pickle gives, makes its own."""
-        return {**self.__dict__, "_replicas": None, "_depth": 0}
+        return {**self.__dict__, "_replicas": None, "_given": (), "_depth": 0}
