@@ -110,6 +110,13 @@ class FakeDevice:
     def current_stream(self) -> FakeStream:
         return self.compute
 
+    def run(self, work: Callable[[], object], stream: Any) -> None:
+        def later() -> None:
+            with torch.no_grad():
+                work()
+
+        stream.enqueue(later)
+
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         assert not threading.current_thread().name.startswith("gradserver-") or threading.get_ident() in self.users
         to_device = any(begin <= source.data_ptr() < end for begin, end in self.hosts)

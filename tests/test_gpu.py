@@ -34,6 +34,7 @@ class Rehearsal(gpu_measurements.Gpu):
 
     device = torch.device("cpu")
     scale = 1 / 256
+    patience = 4.0
 
     def __init__(self) -> None:
         self.fake = FakeDevice("at once")
@@ -71,6 +72,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     return made
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", gpu_measurements.MEASUREMENTS)
 def test_each_measurement_is_rehearsed(name: str, rehearsal: Rehearsal) -> None:
     if name == "nccl" and "plane" not in inspect.signature(gradserver.connect).parameters:

@@ -25,7 +25,6 @@ from tests.cluster import Daemon, Program, wait_until, worker_program
 from tests.restart_training import train
 
 PROGRAM = Path(__file__).with_name("restart_training.py")
-IN_PIECES = Path(__file__).with_name("restart_in_pieces.py")
 WORLD = 3
 VICTIM = 1
 
@@ -133,11 +132,19 @@ def test_no_bit_depends_on_a_coordinator_that_is_killed(channel: str, wire: str,
     print("seconds from a kill to the end of a round:", times)
 
 
-@pytest.mark.parametrize(("channel", "wire"), [("tcp", "int8"), ("shm", "fp32")])
-def test_buckets_that_fill_meanwhile_survive_it_too(channel: str, wire: str, tmp_path: Path) -> None:
-    chance = random.Random(f"{channel} {wire} in pieces")
+@pytest.mark.parametrize(
+    ("channel", "wire", "program"),
+    [
+        ("tcp", "int8", "restart_in_pieces.py"),
+        ("shm", "fp32", "restart_in_pieces.py"),
+        ("tcp", "int8", "restart_on_device.py"),
+        ("shm", "fp32", "restart_on_device.py"),
+    ],
+)
+def test_buckets_that_fill_meanwhile_survive_it_too(channel: str, wire: str, program: str, tmp_path: Path) -> None:
+    chance = random.Random(f"{channel} {wire} {program}")
     with ExitStack() as stack:
-        group = Group(stack, tmp_path / "state", channel, wire, 30, program=IN_PIECES)
+        group = Group(stack, tmp_path / "state", channel, wire, 30, program=PROGRAM.with_name(program))
         for number in accumulate(chance.choices(range(4, 12), k=2)):
             group.workers[1].expect(f"round {number} ")
             time.sleep(chance.random() * 0.05)  # anywhere in a round

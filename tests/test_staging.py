@@ -6,9 +6,9 @@ import ctypes
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 import numpy as np
@@ -26,14 +26,15 @@ from gradserver.protocol.messages import Result
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.shards import Table
 from gradserver.worker.client import Worker
-from gradserver.worker.devices import copies
+from gradserver.worker.connect import connect
+from gradserver.worker.devices import copies, staged as hosts
 from gradserver.worker.devices.copies import Copier
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.torch_ddp import staging
-from tests.cluster import Gather, together, wait_until
+from tests.cluster import Daemon, Gather, together, wait_until
 from tests.fake_device import FakeDevice, FakeStream, Pace, checked
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
 from tests.replicas import assert_like_one_process, gradients, on, reference, same, sgd, train
@@ -79,7 +80,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFake]:
 def test_trains_as_one_process_does(
     pace: Pace, piece: int, options: dict[str, Any], fake: OpenFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", piece)
+    monkeypatch.setattr(hosts, "PIECE_BYTES", piece)
     device = fake(pace)
     assert_like_one_process(on(3, train, Transformer, **options), reference(Transformer(0)))
     assert min(device.copied) > 0
@@ -87,7 +88,7 @@ def test_trains_as_one_process_does(
 
 @pytest.mark.parametrize("pace", PACES)
 def test_over_each_channel(pace: Pace, fake: OpenFake, gather: Gather, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(hosts, "PIECE_BYTES", 4096)
     fake(pace)
     results = together(gather(2), lambda worker: train(worker, Transformer))
     assert_like_one_process(results, reference(Transformer(0)))
@@ -216,7 +217,7 @@ def test_copies_wait_for_every_stream_that_wrote_to_the_bucket(alone: Callable[.
 def test_a_piece_is_pushed_while_later_ones_are_not_copied(
     alone: Callable[..., Staged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(hosts, "PIECE_BYTES", MIB)
     staged = alone(4 * MIB // 4)
     worker, order = staged.worker, list[str]()
     copy, push, advance = staged.device.copy, worker.push, worker.advance
@@ -249,7 +250,7 @@ def test_a_piece_is_pushed_while_later_ones_are_not_copied(
 
 
 def test_results_that_follow_each_other_are_copied_as_one() -> None:
-    one, other = (copies.Staged(torch.empty(0), torch.empty(0), [], []) for _ in range(2))
+    one, other = (hosts.Staged(torch.empty(0), torch.empty(0), [], []) for _ in range(2))
     done: Future[Any] = Future()
     first = [(one, 0, 4), (one, 4, 8), (one, 8, 9), (other, 9, 12), (one, 9, 10)]
     last = [(one, 10, 11), (one, 12, 13)]
@@ -329,6 +330,142 @@ def test_a_contribution_without_data_is_not_copied_but_once(alone: Callable[...,
     assert staged.device.copied[0] == 8000
 
 
+# ── payloads of codecs ────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients_of(worker: Worker, rounds: int, numel: int, is_staged: bool, device: FakeDevice) -> list[Tensor]:
+    """Exchange a bucket, staged or from the host. Return the results of each round."""
+    agreement = worker.agree_beside(simple_plan([("small", 100), ("large", numel)], FLOAT32), 30)
+    copier = Copier(worker, agreement.first, checked(device)) if is_staged else None
+    flats = [torch.zeros(100), torch.zeros(numel)]
+    found = []
+    for number in range(rounds):
+        generator = torch.Generator().manual_seed(100 * number + worker.rank)
+        for flat in flats:
+            flat.normal_(0.0, 10.0 ** (number - 2), generator=generator)
+        present = number != 3 and (number + worker.rank) % 3 != 2  # in one round nobody has anything to give
+        if copier is not None:
+            pushes = [copier.push(index, flat, 1.0 + worker.rank, present) for index, flat in enumerate(flats)]
+            for push in pushes:
+                push.result(30).wait(30)
+            copier.join(30)
+        else:
+            for index, flat in enumerate(flats):
+                worker.push(agreement.first + index, flat, weight=1.0 + worker.rank, present=present)
+        worker.finish_round(30)
+        found += [flat.clone() for flat in flats]
+    return found
+
+
+@contextmanager
+def lossy(wire: str, channel: str, world: int, *options: str) -> Iterator[list[Worker]]:
+    """Yield the workers of a group with a lossy wire."""
+    with ExitStack() as stack:
+        if channel == "memory":
+            yield stack.enter_context(LocalCluster(world, wire=wire)).workers
+            return
+        daemon = stack.enter_context(Daemon("--workers", str(world), *options))
+        workers = together(range(world), lambda rank: connect(daemon.url, rank, world, channel=channel, wire=wire))
+        yield [stack.enter_context(worker) for worker in workers]
+
+
+def results_of(
+    workers: list[Worker], rounds: int, numel: int, staged: Collection[int], pace: Pace
+) -> list[list[Tensor]]:
+    """Return all results of each worker. Those with these ranks have their buckets on a device."""
+    device = FakeDevice(pace)
+    return together(workers, lambda worker: gradients_of(worker, rounds, numel, worker.rank in staged, device))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("channel", ["memory", "tcp", "shm"])
+def test_payloads_of_a_device_give_the_bits_of_the_host(
+    pace: Pace, wire: str, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_SLICES", 2)
+    found = []
+    for staged in (set[int](), {0}, {0, 1, 2}):
+        with lossy(wire, channel, 3) as workers:
+            found += results_of(workers, 5, 5 * MIB // 4 + 777, staged, pace)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_payloads_of_several_data_shards(wire: str) -> None:
+    found = []
+    for staged in (set[int](), {0, 1}):
+        with lossy(wire, "tcp", 2, "--shards", "2") as workers:
+            found += results_of(workers, 3, 3 * MIB // 4 + 12345, staged, "late")
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+def test_a_worker_that_may_be_late_encodes_on_the_host() -> None:
+    found = []
+    for staged in (set[int](), {0, 1}):
+        with LocalCluster(2, elastic=(1, 2), quorum=2, wire="bf16") as cluster:
+            found += results_of(cluster.workers, 4, 2 * MIB // 4, staged, "late")
+            assert not hosts.takes_payloads(cluster.workers[0], 1)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+def test_what_the_host_owes_is_owed_by_the_device_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = hosts.takes_payloads
+
+    def from_the_third_round_on(worker: Worker, number: int) -> bool:
+        return takes(worker, number) and worker.round >= 2
+
+    for module in (copies, hosts):
+        monkeypatch.setattr(module, "takes_payloads", from_the_third_round_on)
+    found = []
+    for staged in (set[int](), {0, 1}):
+        with lossy("int8", "memory", 2) as workers:
+            found += results_of(workers, 5, 2 * MIB // 4, staged, "late")
+            assert bool(workers[0]._session.member.exchanges.feedback) != bool(staged)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+def test_payloads_cross_the_bus_in_place_of_elements(fake: OpenFake) -> None:
+    device = fake()
+    with LocalCluster(1, wire="int8") as cluster:
+        gradients_of(cluster.workers[0], 2, 4 * MIB, True, device)
+        assert sum(device.locked.values()) < 4 * MIB * 4
+    assert device.copied == [2 * 400, 2 * 400]  # those of the bucket that is too small for a codec
+
+
+@pytest.mark.parametrize("nonfinite", ["leave-out", "skip"])
+def test_payloads_that_are_not_finite_keep_what_is_owed(nonfinite: Any, fake: OpenFake) -> None:
+    def work(worker: Worker, device: FakeDevice | None) -> list[Tensor]:
+        agreement = worker.agree_beside(simple_plan([("b", 2 * MIB // 4)], FLOAT32))
+        copier = Copier(worker, agreement.first, checked(device)) if device is not None else None
+        found = []
+        for number in range(4):
+            flat = torch.linspace(-1 - worker.rank, 1 + number, 2 * MIB // 4)
+            if number == 1 and worker.rank == 1:
+                flat[MIB // 4 + 3] = float("nan")
+            if copier is not None:
+                copier.push(0, flat, 1.0, True).result(10).wait(10)
+                copier.join(10)
+            else:
+                worker.push(agreement.first, flat)
+            worker.finish_round(10)
+            if not worker.skipped:
+                found.append(flat)
+        return found
+
+    results = []
+    for device in (None, fake("late")):
+        with LocalCluster(2, wire="int8", nonfinite=nonfinite) as cluster:
+            results.append(cluster.run(work, device))
+    for one in (results[0][1], *results[1]):
+        assert len(one) == len(results[0][0])
+        assert all(map(torch.equal, one, results[0][0]))
+
+
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -377,7 +514,7 @@ def test_a_model_that_is_gone_frees_its_memory(fake: OpenFake) -> None:
 def test_a_worker_that_may_be_late_pushes_whole_buckets(fake: OpenFake, monkeypatch: pytest.MonkeyPatch) -> None:
     advanced = list[int]()
     monkeypatch.setattr(Worker, "advance", lambda *arguments: advanced.append(arguments[-1]))
-    monkeypatch.setattr(copies, "PIECE_BYTES", 64)
+    monkeypatch.setattr(hosts, "PIECE_BYTES", 64)
     fake()
     with LocalCluster(2, elastic=(1, 2), quorum=2, timeout=10.0) as cluster:
         results = cluster.run(lambda worker: train(worker, Transformer))

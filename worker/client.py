@@ -287,6 +287,8 @@ class Worker(SubgroupCalls):
         bound = bind(data, writes=True)
         if bound.store is not None:
             raise UsageError(f"bucket {spec.key!r}: a bucket's memory must be contiguous and on the CPU")
+        if progress is not None and progress.encoded:  # by what gives such memory, in the layout of this very bucket
+            return self._session.push_bucket(bucket, bound.data, check_weight(weight), present, progress)
         if bound.dtype != spec.dtype:
             raise DTypeError(f"bucket {spec.key!r} was agreed as {spec.dtype.name}, got {bound.dtype.name}")
         if bound.numel != spec.numel:

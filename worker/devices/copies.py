@@ -39,39 +39,16 @@ from typing import Final
 from torch import Tensor
 
 from gradserver.protocol.errors import ClosedError, DeadlineError
-from gradserver.protocol.limits import MIB
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.device import Device, Event, Stream
 from gradserver.worker.devices.memory import HostMemory
+from gradserver.worker.devices.staged import Staged, stage, takes_payloads
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.progress import Progress
 
-PIECE_BYTES: Final = 4 * MIB
-"""Bytes that are copied to the host in one piece: a whole number of slices, and long beside what a copy takes to begin.
-At 50 GB/s it takes 84 µs."""
-
 _End = None
 """The last task of a thread."""
-
-
-@dataclass(eq=False)
-class Staged:
-    """One bucket of a device, and its memory on the host.
-
-    Attributes:
-        flat: its elements on the device.
-        host: as many on the host.
-        pieces: first element of each piece, and the one behind its last.
-        events: for each piece, that it is on the host.
-        mirrors: true if both have the same elements, unless the device computes others.
-    """
-
-    flat: Tensor
-    host: Tensor
-    pieces: list[tuple[int, int]]
-    events: list[Event]
-    mirrors: bool = False
 
 
 @dataclass(eq=False)
@@ -150,7 +127,7 @@ class _Outbound:
                 self.stream.wait_event(event)
             for (start, stop), event in zip(staged.pieces, staged.events, strict=True):
                 if shipment.copies:
-                    self._device.copy(staged.host[start:stop], staged.flat[start:stop], self.stream)
+                    staged.copy_out(self._device, self.stream, start, stop)
                 self.stream.record_event(event)
         except BaseException as error:
             shipment.handle.set_exception(error)
@@ -165,7 +142,7 @@ class _Outbound:
             staged.events[shipment.done].synchronize()
             shipment.done += 1
             is_last = shipment.done == len(staged.pieces)
-            nbytes = staged.pieces[shipment.done - 1][1] * staged.host.element_size()
+            nbytes = staged.pieces[shipment.done - 1][1] * staged.flat.element_size()
             if shipment.pushed is not None:
                 worker.advance(shipment.progress, nbytes)
             elif shipment.gradual or is_last:
@@ -251,7 +228,7 @@ class _Inbound:
                 continue
             staged, start, stop = task
             try:
-                self._device.copy(staged.flat[start:stop], staged.host[start:stop], self.stream)
+                staged.copy_back(self._device, self.stream, start, stop)
             except BaseException as error:
                 self._error = error
         return True
@@ -315,32 +292,29 @@ class Copier:
 
     def push(self, index: int, flat: Tensor, weight: float, present: bool) -> Future[Handle]:
         """Contribute ``flat`` when all that was queued before has written to it. The result is the push's handle."""
-        staged = self._buckets.get(index)
-        if staged is None or staged.flat is not flat:
-            staged = self._buckets[index] = self._stage(flat)
+        staged, number = self._buckets.get(index), self._first + index
+        if staged is None or staged.flat is not flat or staged.has_payloads != takes_payloads(self._worker, number):
+            staged = self._buckets[index] = stage(self._worker, number, flat, self._device, self._memory, staged)
+            for tensor in staged.on_device:
+                for stream in (self._outbound.stream, self._inbound.stream):
+                    self._device.keep(tensor, stream)
         self.note_writer(index)
         ready = [self._device.new_event() for _ in self._writers[index]]
         for event, stream in zip(ready, self._writers.pop(index), strict=True):
             stream.record_event(event)
         # A result can leave elements as they are. So the host needs them even if they are not given.
-        copies = (present and weight > 0) or not staged.mirrors
+        copies = (present and weight > 0) or not (staged.mirrors or staged.has_payloads)
         staged.mirrors = True
-        inbound, itemsize = self._inbound, staged.host.element_size()
-        progress = Progress(lambda start, stop: inbound.arrived(staged, start // itemsize, stop // itemsize))
+        inbound, itemsize = self._inbound, flat.element_size()
+        progress = Progress(
+            lambda start, stop: inbound.arrived(staged, start // itemsize, stop // itemsize), staged.has_payloads
+        )
         # Where this worker can be late, the result of a piece can come before the piece is copied: see `Stragglers`.
         session = self._worker._session
         gradual = present and weight > 0 and session.stage is Stage.MEMBER and not session.membership.late
-        shipment = _Shipment(staged, self._first + index, weight, present, ready, copies, gradual, progress)
+        shipment = _Shipment(staged, number, weight, present, ready, copies, gradual, progress)
         self._outbound.ship(shipment)
         return shipment.handle
-
-    def _stage(self, flat: Tensor) -> Staged:
-        for stream in (self._outbound.stream, self._inbound.stream):
-            self._device.keep(flat, stream)
-        host = self._memory.new(flat.nbytes).view(flat.dtype)
-        step = PIECE_BYTES // flat.element_size()
-        pieces = [(start, min(start + step, flat.numel())) for start in range(0, max(flat.numel(), 1), step)]
-        return Staged(flat, host, pieces, [self._device.new_event() for _ in pieces])
 
     def forget(self, index: int) -> None:
         """Copy bucket ``index`` anew when it is pushed next, whether it is given or not."""

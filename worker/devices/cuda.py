@@ -46,6 +46,11 @@ class CudaDevice:
         stream: Stream = _cuda.current_stream(self._device)
         return stream
 
+    def run(self, work: Callable[[], object], stream: Any) -> None:
+        """Queue what ``work`` does on the device on ``stream``."""
+        with torch.cuda.stream(stream):
+            work()
+
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Copy between the device and the host, on ``stream``."""
         with torch.cuda.stream(stream):

@@ -5,6 +5,7 @@ Tests have another one, of which every stream executes as late, or as early, as 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -47,6 +48,9 @@ class Device(Protocol):
 
     def current_stream(self) -> Stream:
         """Return the stream of the calling thread's computation."""
+
+    def run(self, work: Callable[[], object], stream: Stream) -> None:
+        """Queue what ``work`` does on the device on ``stream``."""
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy between the device and the host, on ``stream``."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.codecs import Feedback, Scratch, is_finite, seed_of
 from gradserver.protocol.exchange import ExchangeKey, Layout
+from gradserver.worker.member.progress import Progress
 
 
 class Workspace:
@@ -28,6 +31,48 @@ class Workspace:
         except IndexError:
             return np.empty(nbytes, np.uint8)
         return room if room.size == nbytes else np.empty(nbytes, np.uint8)  # others are of slices at an end
+
+
+@lru_cache(maxsize=256)
+def offsets_of(layout: Layout) -> tuple[int, ...]:
+    """Return where the payload of each slice begins if they stand one behind the other; and where the last one ends."""
+    return tuple(accumulate((layout.nbytes(index) for index in range(layout.count)), initial=0))
+
+
+class Encoded:
+    """The stand-in for a coder where a device has encoded, and will decode: it passes payloads on.
+
+    Args:
+        layout: how the exchange is cut, with its codec.
+        memory: payloads that are given, slice behind slice, and room for as many results.
+        key: the exchange.
+    """
+
+    __slots__ = ("_key", "_layout", "_memory", "_offsets")
+
+    def __init__(self, layout: Layout, memory: Bytes, key: ExchangeKey) -> None:
+        self._layout, self._memory, self._key = layout, memory, key
+        self._offsets = offsets_of(layout)
+
+    def encode(self, index: int) -> Buffer:
+        """Return the contribution to slice ``index``. It stays the same until the next round."""
+        return self._memory[self._offsets[index] : self._offsets[index + 1]].data
+
+    def given(self, index: int) -> Bytes:
+        """Return the contribution to slice ``index`` as its receiver decodes it."""
+        start, stop = self._layout.span(index)
+        values, seed = np.empty(stop - start, np.float32), seed_of(self._key.number, self._key.part, start)
+        self._layout.codec.decode(self.encode(index), stop - start, values, seed)
+        return values.view(np.uint8)
+
+    def decode(self, index: int, payload: Buffer | None) -> None:
+        """Keep the result of slice ``index``. None stands for zeros: so do zeros, in the codecs of devices."""
+        whole = self._offsets[-1]
+        room = self._memory[whole + self._offsets[index] : whole + self._offsets[index + 1]]
+        if payload is None:
+            room[:] = 0
+        else:
+            room[:] = self._layout.codec.data_of(payload, self._layout.span(index)[1] - self._layout.span(index)[0])
 
 
 class Coder:
@@ -99,3 +144,19 @@ class Coder:
         else:
             seed = seed_of(self._key.number, self._key.part, start)
             self._layout.codec.decode(payload, stop - start, values, seed, self._workspace.scratch())
+
+
+def coder_of(
+    workspace: Workspace,
+    key: ExchangeKey,
+    layout: Layout,
+    source: Bytes | None,
+    destination: Bytes,
+    feedback: Feedback | None,
+    sifts: bool,
+    progress: Progress | None,
+) -> Coder | Encoded:
+    """Return the coder of one exchange, or its stand-in."""
+    if progress is not None and progress.encoded:
+        return Encoded(layout, destination, key)
+    return Coder(workspace, key, layout, source, destination, feedback, sifts)

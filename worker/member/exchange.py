@@ -14,7 +14,7 @@ from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, La
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
-from gradserver.worker.member.coder import Coder
+from gradserver.worker.member.coder import Coder, Encoded
 from gradserver.worker.member.ends import Destination, Source
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.regions import Regions
@@ -119,7 +119,7 @@ class Exchange:
         handle: Waiter,
         channel: Memory,
         slots: Slots,
-        coder: Coder | None = None,
+        coder: Coder | Encoded | None = None,
         shard: int = 0,
         interval: tuple[int, int] | None = None,
         siblings: Siblings | None = None,

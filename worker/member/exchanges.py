@@ -29,7 +29,7 @@ from gradserver.protocol.messages import Membership, Push, Result, Taken, Welcom
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table
 from gradserver.worker.member.backlog import Unasked, room_for
-from gradserver.worker.member.coder import Coder, Workspace
+from gradserver.worker.member.coder import Workspace, coder_of
 from gradserver.worker.member.effects import Effects, Tell
 from gradserver.worker.member.ends import Destination, Source
 from gradserver.worker.member.exchange import NO_SLICES, Exchange, Siblings
@@ -180,7 +180,7 @@ class Exchanges:
         if operation.is_lossy:
             assert isinstance(destination, np.ndarray)
             assert source is None or isinstance(source, np.ndarray)
-            coder = Coder(self._workspace, key, layout, source, destination, feedback, identity.sifts)
+            coder = coder_of(self._workspace, key, layout, source, destination, feedback, identity.sifts, progress)
         what = key, pool, operation, layout, source, destination, weight, waiter, self._channel, self.slots, coder
         epoch = welcome.epoch if operation.kind in WORLD_BOUND or key.stream == TRANSFER else 0
         regions = inventory.regions if inventory is not None else None

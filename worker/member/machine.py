@@ -262,7 +262,8 @@ class Member:
             layout, _ = self.exchanges.table.share(key, operation)
             heavier = stragglers.carry.add_to(index, data, weight, layout, operation.dtype, self.identity.sifts)
         source = data if present and weight > 0 else None
-        feedback = self.exchanges.feedback_of(index, operation) if source is not None and operation.is_lossy else None
+        encodes = source is not None and operation.is_lossy and not (progress is not None and progress.encoded)
+        feedback = self.exchanges.feedback_of(index, operation) if encodes else None
         self.exchanges.begin(key, operation, source, data, weight, waiter, feedback, heavier, progress)
         rounds.take(index, waiter, weight)
         if not (came := stragglers.came(key)):

@@ -18,17 +18,21 @@ class Progress:
     Args:
         wrote: function that is called with the first byte and the one behind the last of each result that was written.
             It is called by any thread, and must not wait.
+        encoded: true if the memory has payloads of the bucket's codec instead of elements: those that are given, slice
+            behind slice, and behind them room for as many results. Bytes count as those of elements all the same.
 
     Attributes:
         nbytes: bytes from the beginning that are there.
         wrote: that function.
+        encoded: as given.
     """
 
-    __slots__ = ("nbytes", "wrote")
+    __slots__ = ("encoded", "nbytes", "wrote")
 
-    def __init__(self, wrote: Callable[[int, int], None]) -> None:
+    def __init__(self, wrote: Callable[[int, int], None], encoded: bool = False) -> None:
         self.nbytes = 0
         self.wrote = wrote
+        self.encoded = encoded
 
     def advance(self, nbytes: int) -> None:
         """Note that the first ``nbytes`` bytes are there."""

@@ -110,6 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--channel", parse.listed(parse.one_of("tcp", "shm")), "tcp,shm", "NAME,…", "channels, one run each")
     _option(one, "--devices", str, "cpu,cpu", "NAME,…", "device of each worker, such as cuda or cuda:1")
     _option(one, "--dtype", parse.one_of("fp32", "bf16", "fp16"), "fp32", "TYPE", "type of parameters and gradients")
+    _option(
+        one, "--wire", codec, "fp32", "CODEC", "format in which gradients of fp32 travel, as connect(wire=) names it"
+    )
     _option(one, "--steps", parse.whole(1, 10_000), "3", "N", "number of steps")
     _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
     _option(one, "--context", parse.whole(8, 4096), "32", "N", "length of a sequence in tokens")

@@ -32,6 +32,7 @@ class Run:
 
     Attributes:
         seconds: time limit of the whole run.
+        wire: format in which gradients of float32 travel.
     """
 
     settings: Settings
@@ -39,6 +40,7 @@ class Run:
     dtype: str
     devices: tuple[str, ...]
     seconds: float = 1800.0
+    wire: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Finished:
         return {
             "parameters": run.settings.parameters,
             "dtype": run.dtype,
+            "wire": run.wire,
             "devices": run.devices,
             "step_seconds": self.step_seconds,
             "same_bits": self.is_same,
@@ -112,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with ended_by_signals():
             for channel in arguments.channel:
-                finished.append(train(Run(settings, channel, arguments.dtype, devices, arguments.seconds)))
+                finished.append(
+                    train(Run(settings, channel, arguments.dtype, devices, arguments.seconds, arguments.wire))
+                )
                 if not arguments.json:
                     print(finished[-1].line(), flush=True)
     except (RunError, OSError) as error:
@@ -152,6 +157,7 @@ def _arguments(run: Run, url: str, rank: int) -> Sequence[str]:
         "channel": run.channel,
         "device": run.devices[rank],
         "dtype": run.dtype,
+        "wire": run.wire,
         "threads": threads,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -57,16 +57,15 @@ def main() -> int:
     parser.add_argument("--channel", required=True, help="tcp or shm")
     parser.add_argument("--device", type=torch.device, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--wire", default="fp32", help="format in which gradients travel")
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     tell = reserve_stdout()
     torch.set_num_threads(arguments.threads)
     settings: Settings = arguments.settings
     model = GPT(settings).to(arguments.device, DTYPES[arguments.dtype])
-    name, channel = f"worker-{arguments.rank}", arguments.channel
-    with gradserver.connect(
-        arguments.url, arguments.rank, settings.workers, name=name, timeout=600.0, channel=channel
-    ) as worker:
+    how = {"name": f"worker-{arguments.rank}", "channel": arguments.channel, "wire": arguments.wire}
+    with gradserver.connect(arguments.url, arguments.rank, settings.workers, timeout=600.0, **how) as worker:
         replica = gradserver.DistributedDataParallel(model, worker)
         outcome = train(replica, settings, arguments.rank, arguments.device)
         tell(json.dumps(asdict(outcome)))
