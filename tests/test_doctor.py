@@ -105,6 +105,18 @@ def test_two_at_once_wait_for_one_another() -> None:
     assert all(one.to_it > 0 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("to_it", "from_it", "said"),
+    [
+        (0.9, 0.8, "0.90 Gbit/s to it, 0.80 Gbit/s from it, round trip 0.50 ms"),
+        (0.1, 0.3, "0.10 Gbit/s to it, at least 0.30 Gbit/s from it, round trip 0.50 ms"),
+        (9.0, 2.0, "at least 9.00 Gbit/s to it, 2.00 Gbit/s from it, round trip 0.50 ms"),
+    ],
+)
+def test_a_rate_that_the_other_way_bounds_is_a_lower_bound(to_it: float, from_it: float, said: str) -> None:
+    assert str(link.Rates(0.0005, to_it, from_it)) == said
+
+
 def test_without_rates_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server:
         status, report = doctor(capsys, server.url, "--no-rates")

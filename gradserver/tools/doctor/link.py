@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Final, NamedTuple
@@ -35,8 +35,10 @@ _REFUSED_WITHIN: Final = 0.25
 _AGAIN_SECONDS: Final = 0.1
 _EXCHANGING: Final = 8.0
 """Seconds that one collective may take."""
-_LONG: Final = 0.1
+_LONG: Final = 0.25
 """Seconds of a collective that are long enough to measure."""
+_NEARLY: Final = 0.6
+"""Part of `PROBE_WORLD` from which on the ratio of two measured rates can be that of their bytes."""
 _BARRIERS: Final = 20
 _FIRST: Final = 64 * KIB
 _GROWS: Final = 4
@@ -51,13 +53,31 @@ _SLOW_ROUND_TRIP: Final = 0.005
 
 @dataclass(slots=True)
 class Rates:
-    """Rates of one channel: the round trip in seconds, rates in Gbit/s, and the bytes that were sent each way."""
+    """Rates of one channel: the round trip in seconds, rates in Gbit/s, and the bytes that were sent each way.
+
+    If one way is more than `PROBE_WORLD` times as slow as the other, it slows down what measures the other, too. Then
+    ``slower`` names it, and the other rate is a lower bound.
+    """
 
     round_trip: float = 0.0
     to_it: float = 0.0
     from_it: float = 0.0
     nbytes: int = 0
     seconds: float = 0.0
+
+    @property
+    def slower(self) -> str:
+        """The way that is so slow that it bounds both: "to it" or "from it"; empty if there is none."""
+        if self.from_it > self.to_it * PROBE_WORLD * _NEARLY:
+            return "to it"
+        return "from it" if self.to_it > self.from_it * PROBE_WORLD * _NEARLY else ""
+
+    def __str__(self) -> str:
+        up, down = ("at least " * (self.slower == way) for way in ("from it", "to it"))
+        return (
+            f"{up}{self.to_it:.2f} Gbit/s to it, {down}{self.from_it:.2f} Gbit/s from it, "
+            f"round trip {1e3 * self.round_trip:.2f} ms"
+        )
 
 
 class Found(NamedTuple):
@@ -162,12 +182,8 @@ def _measure(report: Report, section: Section, url: str, status: dict[str, Any],
             report.find(f"the rates over {channel} could not be measured", str(error))
             continue
         beside_others = f", beside {', '.join(map(repr, busy))}" if busy else ""
-        text = (
-            f"{found.to_it:.2f} Gbit/s to it, {found.from_it:.2f} Gbit/s from it, round trip "
-            f"{1e3 * found.round_trip:.2f} ms ({found.nbytes / MIB:.0f} MiB each way in {found.seconds:.1f} s"
-            f"{beside_others})"
-        )
-        shown = {name: getattr(found, name) for name in ("round_trip", "to_it", "from_it", "nbytes", "seconds")}
+        text = f"{found} ({found.nbytes / MIB:.0f} MiB each way in {found.seconds:.1f} s{beside_others})"
+        shown = {**asdict(found), "slower": found.slower}
         section.add(f"{channel}_rates", shown, text)
         if found.round_trip > _SLOW_ROUND_TRIP:
             report.find(
@@ -221,15 +237,16 @@ def _join(url: str, rank: int, channel: str, until: float) -> gradserver.Worker:
 def _exchange(worker: gradserver.Worker, most: int) -> Rates:
     """Measure in one of the threads; all do the same, as the first one says."""
     found = Rates()
-    found.round_trip = median(_timed(lambda: worker.barrier(timeout=_EXCHANGING)) for _ in range(_BARRIERS))
+    found.round_trip = median(_timed(worker) for _ in range(_BARRIERS))
     size, spent = _FIRST, 0
     while True:
         part = size // PROBE_WORLD // 4
         whole, own = np.zeros((PROBE_WORLD, part), np.float32), np.zeros(part, np.float32)
+        found.to_it = found.from_it = 0.0  # small tensors are faster than the link where it takes bursts
         last, seconds = spent + _cost(size) + _TIMES * _cost(size * _GROWS) > most, 0.0
         for _ in range(_TIMES if last else 1):
-            up = _timed(partial(worker.reduce_scatter, whole, "sum", timeout=_EXCHANGING), worker)
-            down = _timed(partial(worker.all_gather, own, timeout=_EXCHANGING), worker)
+            up = _timed(worker, partial(worker.reduce_scatter, whole, "sum", timeout=_EXCHANGING), found.round_trip)
+            down = _timed(worker, partial(worker.all_gather, own, timeout=_EXCHANGING), found.round_trip)
             bits, seconds = 8.0 * PROBE_WORLD * size, max(seconds, up, down)
             found.to_it, found.from_it = max(found.to_it, bits / up / 1e9), max(found.from_it, bits / down / 1e9)
             spent += _cost(size)
@@ -246,10 +263,11 @@ def _cost(size: int) -> int:
     return (PROBE_WORLD + 1) * size
 
 
-def _timed(call: Callable[[], object], worker: gradserver.Worker | None = None) -> float:
-    """Return the seconds of a call, behind a barrier of all workers."""
-    if worker is not None:
-        worker.barrier(timeout=_EXCHANGING)
+def _timed(worker: gradserver.Worker, call: Callable[[], object] = lambda: None, less: float = 0.0) -> float:
+    """Return the seconds until all workers have done a call: of it and a barrier, ``less`` so many for the barrier."""
+    worker.barrier(timeout=_EXCHANGING)
     began = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    worker.barrier(timeout=_EXCHANGING)
+    took = time.perf_counter() - began
+    return max(took - less, took / 2)
