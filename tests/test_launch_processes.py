@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import re
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,39 @@ def test_logs_of_an_earlier_run_stay(script: Write, tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "coordinator.log").read_text().count("stopped") == 2
 
 
+def test_a_folder_that_cannot_be_written_is_named(script: Write, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, _, messages = run("--log-dir", str(tmp_path / "file"), "-n1", *NOBODY, script(""))
+    assert (status, messages) == (1, [f"gradserver run: --log-dir {tmp_path / 'file'} cannot be written: File exists"])
+
+
+def test_a_terminal_shows_colours_and_interrupts(script: Write) -> None:
+    train = script(
+        "print('ready', sys.stdin.read() == '')\n"
+        "try: time.sleep(60)\n"
+        "except KeyboardInterrupt: print('interrupted'); raise\n"
+    )
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    command = [sys.executable, "-m", "gradserver", "run", "-n2", *NOBODY, train]
+    process = subprocess.Popen(command, env=environment, preexec_fn=partial(os.login_tty, terminal))
+    os.close(terminal)
+    seen = b""
+    while seen.count(b"ready True") < 2:
+        seen += os.read(controller, 1 << 16)
+    assert b"\x1b[1mgradserver run:\x1b[0m 2 workers on " in seen
+    assert b"\x1b[36m[0]\x1b[0m ready" in seen
+    assert b"\x1b[33m[1]\x1b[0m ready" in seen
+    os.write(controller, b"\x03")
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(controller, 1 << 16):
+            seen += data
+    assert b"SIGINT was passed on to 2 workers." in seen
+    assert seen.count(b" interrupted") == 2, "the agent passes the signal on, and does not get it itself"
+    assert process.wait(PATIENCE) == 130
+    os.close(controller)
+
+
 def test_nobody_waits_for_a_reader_that_is_gone(script: Write) -> None:
     train = script("for _ in range(1000): print('x' * 1000)\nprint('trained', file=sys.stderr)")
     with shell_command("-n1", *NOBODY, train) as process:
@@ -150,27 +185,35 @@ def test_nobody_waits_for_a_reader_that_is_gone(script: Write) -> None:
     assert b"standard output is closed, so that what workers print there is lost. Training goes on\n" in messages
 
 
-def test_a_reader_that_has_stopped_does_not_keep_anybody_from_ending_the_run(script: Write) -> None:
-    train = script("print('begun', file=sys.stderr)\nwhile True: print('x' * 100_000)")
-    with shell_command("-n1", *NOBODY, train) as process:
+def test_a_reader_that_has_stopped_holds_up_the_workers_and_nobody_elses_end(script: Write, tmp_path: Path) -> None:
+    progress = tmp_path / "progress"
+    train = script(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "for count in range(1_000_000):\n"
+        "    print('x' * 100_000)\n"
+        "    with open(sys.argv[1], 'a') as file: file.write('.')\n"
+    )
+
+    def stalls() -> bool:
+        """Return whether the worker has printed something, and prints no more for a while."""
+        begun = time.monotonic()
+        size = progress.stat().st_size if progress.exists() else 0
+        while time.monotonic() < begun + 0.5:
+            if size == 0 or progress.stat().st_size != size:
+                return False
+            time.sleep(0.01)
+        return True
+
+    with shell_command("-n1", *NOBODY, train, str(progress)) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert any(b"begun" in line for line in process.stderr)
-        wait_until(lambda: waits_for_reader(process.pid), "the launcher waits for its reader")
+        wait_until(stalls, "the worker waits for the reader")
+        assert progress.stat().st_size < 60, "6 MB wait at most: a little more than 1 MiB at agent and launcher each"
+        assert b"1 worker on " in process.stderr.readline()
         for _ in range(2):
             process.send_signal(signal.SIGINT)
-            line = process.stderr.readline()
-            assert b"SIGINT" in line
+            assert b"SIGINT" in process.stderr.readline()
         assert process.wait(PATIENCE) == 130
-
-
-def waits_for_reader(pid: int) -> bool:
-    """Return whether a thread of a process writes to a pipe that is full."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/wchan"):
-        with contextlib.suppress(OSError):
-            found.append(task.read_text())
-    return any("pipe_w" in place for place in found)
 
 
 # ── what workers are told ─────────────────────────────────────────────────────────────────────────────
@@ -393,6 +436,16 @@ def test_a_killed_agent_leaves_nobody_behind(script: Write) -> None:
         assert lines[1] == "  the host was lost: its agent ended (killed by SIGKILL)"
 
 
+def test_a_worker_does_not_outlive_launcher_and_agent(script: Write) -> None:
+    train = script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('parent', os.getppid())\ntime.sleep(600)")
+    with launched("-n1", *NOBODY, train) as program:
+        agent = int(program.expect("[0] parent "))
+        os.kill(agent, signal.SIGSTOP)  # it notices nothing
+        program.send_signal(signal.SIGKILL)
+        program.end()
+        os.kill(agent, signal.SIGKILL)
+
+
 def test_children_of_a_worker_that_has_ended_do_not_hold_up_the_end(script: Write) -> None:
     """Test children that keep the worker's output open."""
     text = FAMILY.replace("stdout=subprocess.PIPE", "stderr=subprocess.PIPE").replace(
@@ -401,6 +454,28 @@ def test_children_of_a_worker_that_has_ended_do_not_hold_up_the_end(script: Writ
     status, output, _ = run("-n1", "--grace", "0.2", *NOBODY, script(f"{text}\ntime.sleep(0.5)\nprint('done')"))
     assert status == 0
     assert "[0] done" in output
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_children_of_a_worker_that_has_ended_end_while_others_go_on(script: Write, tmp_path: Path, status: int) -> None:
+    child = tmp_path / "child"
+    train = script(
+        "import pathlib, subprocess\n"
+        "file, status = pathlib.Path(sys.argv[1]), int(sys.argv[2])\n"
+        "ignoring = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
+        "sleeper = ignoring + 'print(1, flush=True); time.sleep(600)'\n"
+        "if rank == 0:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', sleeper], stdout=subprocess.PIPE)\n"
+        "    child.stdout.readline()\n"
+        "    file.with_suffix('.new').write_text(str(child.pid))\n"
+        "    file.with_suffix('.new').rename(file)\n"
+        "    os._exit(status)\n"
+        "while not file.exists(): time.sleep(0.01)\n"
+        "while os.path.exists(f'/proc/{file.read_text()}'): time.sleep(0.01)\n"
+        "print('ended')\n"
+    )
+    found, output, _ = run("-n2", "--min=1", "--grace=0.2", *NOBODY, train, str(child), str(status))
+    assert (found, output) == (0, ["[1] ended"])
 
 
 # ── restarts ──────────────────────────────────────────────────────────────────────────────────────────
@@ -432,6 +507,25 @@ def test_a_worker_that_dies_is_started_again_and_joins_the_others(script: Write)
     assert first.partition("total")[2] == second.partition("total")[2], "it has the others' state"
     (line,) = [line for line in messages if "started again" in line]
     assert line.startswith("gradserver run: rank 1: killed by SIGKILL, after ")
+
+
+def test_a_coordinator_that_keeps_its_state_is_started_again(script: Write, tmp_path: Path) -> None:
+    train = script(
+        "import gradserver, numpy\n"
+        "with gradserver.connect(timeout=30) as worker:\n"
+        "    print('parent', os.getppid()) if rank == 0 else None\n"
+        "    while not os.path.exists(sys.argv[1]): worker.next_round()\n"
+        "    print('rounds go on')\n"
+    )
+    over, state = tmp_path / "over", tmp_path / "state"
+    with launched("-n2", "--restart", "1", "--serve", f"--state-dir {state}", train, str(over)) as program:
+        agent = int(program.expect("[0] parent "))
+        (coordinator,) = children(program.pid) - {agent}
+        os.kill(coordinator, signal.SIGKILL)
+        wait_until(lambda: children(program.pid) - {agent, coordinator}, "another coordinator")
+        over.touch()
+        assert program.end() == 0
+        assert any("It is started again (1 of 1), and the workers go on" in line for line in program.complaints())
 
 
 def test_a_worker_is_started_again_so_many_times(script: Write) -> None:

@@ -140,6 +140,11 @@ class Crew:
         else:
             self._begin_to_end()
 
+    @property
+    def is_ending(self) -> bool:
+        """True if the workers that run were asked to end, or are about to be, or if there are none."""
+        return self._settled_at is not None or self._kill_at is not None or not self.running()
+
     def _may_restart(self, attempt: Attempt) -> bool:
         """Tell whether a worker is started again. Once another has come to the end, there is nothing to join."""
         if self._settled_at is not None or self._kill_at is not None or not attempt.station.is_open:

@@ -39,6 +39,11 @@ class Host(NamedTuple):
         own = socket.gethostname()
         return self.name in ("", "localhost", "127.0.0.1", "[::1]", own, own.partition(".")[0])
 
+    @property
+    def address(self) -> str:
+        """The name without brackets around an IPv6 address, as remote shells take it, with the user in front."""
+        return re.sub(r"[\[\]]", "", self.name)
+
     def __str__(self) -> str:
         return self.name or socket.gethostname()
 
@@ -69,12 +74,12 @@ def agent_command(host: Host, rsh: Sequence[str], python: str, grace: float) -> 
         return command
     path = inherited_environment().get("PYTHONPATH")
     words = ["env", f"PYTHONPATH={path}", *command] if path else command
-    return [*rsh, host.name, f"exec {shlex.join(words)}"]  # one argument, which the shell there reads
+    return [*rsh, host.address, f"exec {shlex.join(words)}"]  # one argument, which the shell there reads
 
 
 def own_address(hosts: Sequence[Host]) -> str | None:
     """Return the address by which the other hosts reach this one; None if there is no route to any."""
-    others = [host.name.rpartition("@")[2].strip("[]") for host in hosts if not host.is_here]
+    others = [host.address.rpartition("@")[2] for host in hosts if not host.is_here]
     if not others:
         return "127.0.0.1"
     for target in (*others, _NOWHERE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from gradserver.protocol.errors import InvalidArgumentError
@@ -39,6 +40,8 @@ class Launcher:
         self._options, self._console = options, console
         self._stations: list[Station] = []
         self._coordinator: Coordinator | None = None
+        self._serve_options: list[str] = []
+        self._coordinator_restarts = 0
         self._url = options.url
         self._places: list[Place] = []
         self._master = "", 0
@@ -74,7 +77,7 @@ class Launcher:
         options = self._options
         deadline = time.monotonic() + _START_SECONDS
         if options.log_dir is not None:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
+            _make_folder(options.log_dir)
         self._start_agents()
         if not options.is_elastic:
             self._start_coordinator(0)  # meanwhile
@@ -127,14 +130,15 @@ class Launcher:
             bind = numeric_url(address, 0)
         # It begins with all workers, or with those that are there when one of them loses its patience.
         size = ["--workers", f"*={options.minimum or 1}:{world}", "--gather", "3600"] if options.is_elastic else []
-        self._coordinator = Coordinator(bind, [*size, *options.serve], options.log_dir)
+        self._serve_options = [*size, *options.serve]
+        self._coordinator = Coordinator(bind, self._serve_options, options.log_dir)
 
     def _rendezvous(self, hello: Hello) -> tuple[str, int]:
         """Return where rank 0, on the host of ``hello``, can meet the others for torch.distributed."""
         host = self._options.hosts[0]
         if host.is_here:
             return own_address(self._options.hosts) or hello.host, hello.port
-        return hello.address or host.name.rpartition("@")[2], hello.port
+        return hello.address or host.address.rpartition("@")[2], hello.port
 
     def _environment(self, place: Place, restarts: int) -> Mapping[str, str | None]:
         hello = self._stations[place.host].hello
@@ -222,8 +226,25 @@ class Launcher:
         self._url = self._url or coordinator.url
         if coordinator.process.ended and self._url is None:
             raise coordinator.cannot_start()
-        if coordinator.process.ended and self._crew is not None:
-            self._crew.lose_coordinator(coordinator.failure(time.monotonic()))
+        if not coordinator.process.ended or self._crew is None:
+            return
+        failure = coordinator.failure(time.monotonic())
+        if self._may_restart_coordinator(self._crew):
+            self._coordinator_restarts += 1
+            count = f"{self._coordinator_restarts} of {self._options.restarts}"
+            self._console.say(
+                f"the coordinator: {failure.fate()}. It is started again ({count}), and the workers go on"
+            )
+            coordinator.close()
+            assert self._url is not None
+            self._coordinator = Coordinator(self._url, self._serve_options, self._options.log_dir)
+        else:
+            self._crew.lose_coordinator(failure)
+
+    def _may_restart_coordinator(self, crew: Crew) -> bool:
+        """Tell whether the coordinator is started again: its groups continue if it keeps their state on disk."""
+        is_durable = any(option.partition("=")[0] == "--state-dir" for option in self._serve_options)
+        return is_durable and not crew.is_ending and self._coordinator_restarts < self._options.restarts
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,3 +265,12 @@ class Launcher:
             self._coordinator.close()
         if self._crew is not None:
             self._crew.close()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder for the output. RunError if files cannot be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "coordinator.log").open("ab").close()
+    except OSError as error:
+        raise RunError(f"--log-dir {folder} cannot be written: {error.strerror}") from None
