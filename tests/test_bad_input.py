@@ -51,6 +51,7 @@ from gradserver.protocol.messages import (
     StatusRequest,
     Welcome,
 )
+from gradserver.protocol.offers import Offer, pack_offers
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.url import no_coordinator, parse_target
 from gradserver.protocol.wire import decode, encode
@@ -596,6 +597,16 @@ def other_version(error: GradServerError) -> bytes:
         ([encode(Status()), b"x" * (MAX_FRAME_BYTES - 1)], CoordinatorUnreachableError, "did not answer as"),
         ([encode(Welcome("g", 7, 1, 1 << 24, ("a", "b")))], MalformedMessageError, "a Welcome as rank 7 of 2"),
         (
+            [encode(Welcome("g", 0, 1, 1 << 24, ("a", "b"), member_ids=(0, 1))), *pack_offers((Offer(host="x"),))],
+            MalformedMessageError,
+            "a Welcome with 1 offers for 2 names",
+        ),
+        (
+            [encode(Welcome("g", 0, 1, 1 << 24, ("a", "b"), member_ids=(0, 1))), b"\x91\x01"],
+            MalformedMessageError,
+            "expected the 11 fields of a Offer, got 1",
+        ),
+        (
             [other_version(VersionMismatchError("the peer speaks protocol version 1, this side version 2"))],
             VersionMismatchError,
             "the peer speaks protocol version 1, this side version 2",
@@ -606,7 +617,10 @@ def other_version(error: GradServerError) -> bytes:
             f"the peer speaks protocol version {PROTOCOL_VERSION + 1}, this side version {PROTOCOL_VERSION}",
         ),
     ],
-    ids=["garbage", "something else", "impossible", "refused by another version", "another version"],
+    ids=[
+        *("garbage", "something else", "impossible", "an offer too few", "no offers"),
+        *("refused by another version", "another version"),
+    ],
 )
 @pytest.mark.usefixtures("impatient")
 def test_answer_that_is_no_coordinators_is_told(reply: list[bytes], kind: type[GradServerError], message: str) -> None:

@@ -19,6 +19,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.messages import Failure, Membership, Push, Result, RoundDone, Scope, Transfer, Welcome
+from gradserver.protocol.offers import Offer
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.handle import Handle
 from gradserver.worker.learner import receive
@@ -258,6 +259,7 @@ def test_weights_that_differ_from_slice_to_slice_are_told_by_the_largest(session
     [
         Membership(8, (0, 2), ("w0", "w2"), "this one is gone", True),
         Membership(8, (1, 2), ("w1",), "a name too few", True),
+        Membership(8, (1, 2), ("w1", "w2"), "an offer too few", True, offers=(Offer(host="a"),)),
         Welcome("group", 1, 7, CREDIT, NAMES, member_ids=(0, 1)),
     ],
 )
