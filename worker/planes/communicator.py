@@ -220,21 +220,28 @@ class Communicator:
         """Begin to replace ``tensor`` by its combination over all members."""
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return Reduction(self._groups[tensor.device.type].allreduce([tensor], options), tensor, signal)
+        return Reduction(self._begin("allreduce", tensor, options), tensor, signal)
 
     def broadcast(self, tensor: Tensor, rank: int, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by that of ``rank``."""
         options = dist.BroadcastOptions()
         options.rootRank = rank
-        return Reduction(self._groups[tensor.device.type].broadcast([tensor], options), tensor, signal)
+        return Reduction(self._begin("broadcast", tensor, options), tensor, signal)
+
+    def _begin(self, what: str, tensor: Tensor, options: Any) -> Any:
+        groups = self._groups  # another thread may give up meanwhile
+        if tensor.device.type not in groups:
+            raise RuntimeError("the communicators of this epoch were given up")
+        return getattr(groups[tensor.device.type], what)([tensor], options)
 
     def give_up(self) -> None:
         """End all that is under way, and free the communicators. A second call does nothing."""
         with self._lock:
             groups, self._groups, self._given_up = self._groups, {}, True
-        for kind, group in groups.items():
-            if kind == "cuda":
-                with suppress(RuntimeError):
-                    group.abort()
-        if groups:  # gloo's destructor waits for its threads, which may wait for a member that is stopped
+        if "cuda" in groups:
+            with suppress(RuntimeError):
+                groups["cuda"].abort()
+        # Gloo's destructor waits for its threads, which may wait for a member that is stopped. Nothing here refers to
+        # the group by itself, so that the destructor runs in the thread that clears.
+        if groups:
             threading.Thread(target=groups.clear, name="gradserver-give-up", daemon=True).start()
