@@ -322,7 +322,8 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no url, several": (
         {"url": None, "world_size": 4},
         InvalidArgumentError,
-        "no coordinator's URL, and there are 4 workers: give connect('tcp://HOST:PORT'), or set GRADSERVER_URL",
+        "no coordinator's URL, and there are 4 workers: give connect('tcp://HOST:PORT'), set GRADSERVER_URL, or start "
+        "the workers with `gradserver run`",
     ),
     "no url, a rank": ({"url": None, "rank": 0}, InvalidArgumentError, "no coordinator's URL, and this is rank 0 of"),
     "no scheme": ({"url": "localhost:7411"}, InvalidArgumentError, "expected tcp://HOST:PORT"),

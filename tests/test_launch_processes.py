@@ -134,11 +134,11 @@ def test_every_byte_of_any_output_is_kept(script: Write, tmp_path: Path) -> None
 
 def test_logs_of_an_earlier_run_stay(script: Write, tmp_path: Path) -> None:
     train = script("print('life')")
-    for _ in range(2):
-        assert run("--log-dir", str(tmp_path / "logs"), "-n1", train)[0] == 0
+    for options in ((), NOBODY):
+        assert run("--log-dir", str(tmp_path / "logs"), *options, train)[0] == 0
     text = (tmp_path / "logs" / "rank-0.log").read_text()
     assert [line for line in text.splitlines() if not line.startswith("===")] == ["life", "life"]
-    assert (tmp_path / "logs" / "coordinator.log").read_text().count("stopped") == 2
+    assert (tmp_path / "logs" / "coordinator.log").read_text().count("stopped") == 1
 
 
 def test_a_folder_that_cannot_be_written_is_named(script: Write, tmp_path: Path) -> None:
@@ -419,9 +419,14 @@ for is_apart in (False, True):  # one of them in a session of its own
 """
 
 
-@pytest.mark.parametrize("text", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["willing", "unwilling"])
-def test_a_killed_launcher_leaves_nobody_behind(script: Write, text: str) -> None:
-    with launched("-n2", "--grace", "0.5", script(f"{text}\n{FAMILY}\nprint('ready')\ntime.sleep(600)")) as program:
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [("", ()), ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", NOBODY)],
+    ids=["with a coordinator", "with workers that ignore SIGTERM"],
+)
+def test_a_killed_launcher_leaves_nobody_behind(script: Write, text: str, options: tuple[str, ...]) -> None:
+    train = script(f"{text}\n{FAMILY}\nprint('ready')\ntime.sleep(600)")
+    with launched("-n1", "--grace", "0.5", *options, train) as program:
         program.expect("[0] ready")
         program.send_signal(signal.SIGKILL)
         program.end()
@@ -616,6 +621,23 @@ def test_hosts_that_cannot_be_used_are_named(script: Write, rsh: str, options: s
     assert "down" not in options or messages[1] == "  no route to it"
 
 
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ("encode(Kind.HELLO, {'version': '0.0.0'})", "gradserver is 0.0.0 there and "),
+        ("b'something else'", "what answers there is no agent of gradserver "),
+    ],
+)
+def test_an_agent_of_another_version_is_refused(script: Write, tmp_path: Path, frames: str, message: str) -> None:
+    shell = tmp_path / "shell"
+    lines = f"from gradserver.tools.launch.frames import *\nsys.stdout.buffer.write(MARK + {frames})"
+    shell.write_text(f"#!{sys.executable}\nimport sys\n{lines}\nsys.stdout.flush()\nsys.stdin.read()\n")
+    shell.chmod(0o755)
+    status, _, (line,) = run("--hosts", "a", "--rsh", str(shell), *NOBODY, script(""))
+    assert status == 1
+    assert line.startswith(f"gradserver run: host a: {message}")
+
+
 def test_a_lost_connection_ends_the_workers_behind_it(script: Write, rsh: str) -> None:
     """Test a remote shell that dies: the agent behind it reads the end, and ends its workers."""
     Path(rsh).write_text(Path(rsh).read_text().replace("exec env", "env"))  # the shell stays between
@@ -629,6 +651,20 @@ def test_a_lost_connection_ends_the_workers_behind_it(script: Write, rsh: str) -
 
 
 # ── with torch ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.long
+def test_the_readmes_session_is_as_it_is_shown() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^gradserver run (.*)$", readme, re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(\[0\] epoch .*?)^```", readme, re.DOTALL | re.MULTILINE)
+    status, output, _ = run(*command.split())
+    assert status == 0
+
+    def stems(lines: list[str]) -> list[str]:
+        return sorted(re.sub(r"(loss|weights) \S+", r"\1", line) for line in lines)
+
+    assert stems(output) == stems(shown.splitlines())
 
 
 @pytest.mark.long

@@ -180,7 +180,7 @@ def _no_url(wish: Wish) -> InvalidArgumentError:
     """Return the error of a missing URL."""
     size, rank = wish.join.world_size, wish.join.rank
     several = f", and there are {size} workers" if size else f", and this is rank {rank} of several" * (rank >= 0)
-    text = "give connect('tcp://HOST:PORT'), or set GRADSERVER_URL"
+    text = "give connect('tcp://HOST:PORT'), set GRADSERVER_URL, or start the workers with `gradserver run`"
     if size != 1 and several:
         return InvalidArgumentError(f"no coordinator's URL{several}: {text}")
     return UrlMissingError(f"no coordinator's URL: {text}", wish)

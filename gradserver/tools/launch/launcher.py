@@ -23,6 +23,8 @@ from gradserver.tools.launch.station import Station, StationError
 
 _START_SECONDS: Final = 60.0
 """Time in which agents and coordinator must be ready."""
+_WITHOUT_WORKERS_SECONDS: Final = 2.0
+"""Time that an agent without workers has to end. Its remote shell may still try to connect."""
 
 
 class _InterruptedError(Exception):
@@ -96,8 +98,9 @@ class Launcher:
         self._master = self._rendezvous(hellos[0])
         threads = self._environment(self._places[0], 0).get("OMP_NUM_THREADS")
         text = report.beginning(options.hosts, hellos, self._places, threads)
+        more = " (--nproc N starts more)" if world == 1 and options.nproc is None else ""
         started = "" if self._coordinator is None else ", started here"
-        self._console.say(f"{text}; coordinator {self._url}{started}")
+        self._console.say(f"{text}{more}; coordinator {self._url}{started}")
 
     def _start_agents(self) -> None:
         options = self._options
@@ -258,9 +261,9 @@ class Launcher:
         )
 
     def _close(self) -> None:
-        hurried = self._crew is not None and self._crew.was_killed
+        patience = _WITHOUT_WORKERS_SECONDS if self._crew is None else 0.0 if self._crew.was_killed else SLACK_SECONDS
         for station in self._stations:
-            station.close(0.0 if hurried else SLACK_SECONDS)
+            station.close(patience)
         if self._coordinator is not None:
             self._coordinator.close()
         if self._crew is not None:
