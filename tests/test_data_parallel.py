@@ -27,6 +27,7 @@ from gradserver.protocol.errors import (
     InvalidArgumentError,
     LayoutError,
     SizeMismatchError,
+    UsageError,
 )
 from gradserver.worker.client import Worker
 from gradserver.worker.data_parallel import copies, lanes
@@ -635,6 +636,25 @@ def test_no_forward_is_waited_for_without_end() -> None:
             with pytest.raises(DeadlineError, match=r"cpu:1 has not returned .* within 0.2 s: it is at .*threading.py"):
                 model(torch.ones(2))
         release.set()
+        assert model(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_two_threads_cannot_call_it_at_once() -> None:
+    inside, release = threading.Event(), threading.Event()
+
+    def waiting(inputs: Tensor) -> Tensor:
+        inside.set()
+        release.wait(10.0)
+        return inputs
+
+    with parallel(Returning(waiting), SHARED) as model:
+        other = threading.Thread(target=model, args=(torch.ones(2),))
+        other.start()
+        assert inside.wait(10.0)
+        with pytest.raises(UsageError, match="under way in another thread"):
+            model(torch.ones(2))
+        release.set()
+        other.join()
         assert model(torch.ones(2)).tolist() == [1.0, 1.0]
 
 

@@ -12,6 +12,7 @@ thread runs those of the first device, and a thread for each further device runs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradserver.protocol.errors import ClosedError
+from gradserver.protocol.errors import ClosedError, UsageError
 from gradserver.worker.data_parallel.batches import Part, moved
 from gradserver.worker.data_parallel.copies import Copies, mark
 from gradserver.worker.data_parallel.devices import check_replicable, plain
@@ -73,6 +74,7 @@ class Replicas:
         for rank, device in enumerate(devices):
             self._sites[device].ranks.append(rank)
         self._closed = self._accumulates = False
+        self._in_use = threading.Lock()
         self._modes: tuple[bool, bool] | None = None
         self._build()
 
@@ -87,6 +89,14 @@ class Replicas:
         """
         if self._closed:
             raise ClosedError("this DataParallel is closed")
+        if not self._in_use.acquire(blocking=False):
+            raise UsageError("a forward of this DataParallel is under way in another thread: call one after the other")
+        try:
+            return self._call(parts)
+        finally:
+            self._in_use.release()
+
+    def _call(self, parts: Sequence[Part]) -> list[Any]:
         for site in self._sites.values():
             if site.lane is not None:
                 site.lane.settle(self._timeout)  # what an interrupted forward has left behind

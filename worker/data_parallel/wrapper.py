@@ -123,6 +123,7 @@ class DataParallel(nn.Module):
             SizeMismatchError: tensors of the batch, or of the outputs, do not fit each other.
             DeadlineError: a replica has not returned within ``timeout``. The error names its device.
             ClosedError: the model was closed.
+            UsageError: a forward is under way in another thread.
             Exception: an error of a replica, as it was raised there, with a note that names its device and samples.
         """
         parts = split(inputs, options, len(self.devices), self._dim, self._whole)
