@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from gradserver.worker.data_parallel.given import GivenReplica
 from gradserver.worker.data_parallel.lanes import Lane, Surroundings
 
 _CLOSE_SECONDS: Final = 10.0
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
 class Outcome(NamedTuple):
@@ -181,7 +183,8 @@ class Replicas:
             with torch.inference_mode(False):
                 self._copies.refresh()
             tensors += self._copies.tensors()
-        marks = [mark(buffer) for buffer in self._module.buffers()]
+        buffers = chain.from_iterable(one.part._buffers.values() for one in self._structure)
+        marks = [mark(buffer) for buffer in buffers if buffer is not None]
         copies_buffers = self._buffers_are_stale or marks != self._marks
         for site, parameters in zip(self._sites.values(), tensors, strict=True):
             for replica in site.replicas:
@@ -285,7 +288,8 @@ class _Replica:
 
     def _move_attributes(self, attributes: dict[str, Any]) -> None:
         """Bring tensors that are neither parameters nor buffers, such as caches, to this replica's device."""
-        for name, value in attributes.items():
+        for name in attributes.keys() - _OF_EVERY_MODULE:
+            value = attributes[name]
             if isinstance(value, Tensor) and value.device != self._device:
                 attributes[name] = moved(value, self._device)
 
