@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +23,13 @@ from gradserver.protocol.errors import DeadlineError, InvalidWorldSizeError
 from gradserver.protocol.limits import MIB, PROBE_GROUP, PROBE_SECONDS, PROBE_WORLD
 from gradserver.protocol.messages import Failure, Join, Welcome
 from gradserver.protocol.offers import Offer
+from gradserver.tools.common import netns
 from gradserver.tools.doctor import command, devices, link, machine
 from gradserver.tools.doctor.report import Report
 from tests.cluster import ROOT, Daemon, Task, coordinator, joined, together, wait_until
 from tests.engine_harness import SEATS, Harness
 from tests.strangers import plain_server
+from tests.test_bench import needs_hosts
 from tests.test_offer import Cuda, torch_with
 from tests.test_planes import CPU, gpu
 
@@ -115,6 +118,27 @@ def test_two_at_once_wait_for_one_another() -> None:
 )
 def test_a_rate_that_the_other_way_bounds_is_a_lower_bound(to_it: float, from_it: float, said: str) -> None:
     assert str(link.Rates(0.0005, to_it, from_it)) == said
+
+
+def test_the_rates_are_those_of_the_link() -> None:
+    """Test on an emulated link of 0.2 Gbit/s each way. A busy machine measures less, and none measures much more."""
+    needs_hosts()
+    with netns.links(1, 25e6, 125e6) as hosts:
+        url = f"tcp://{hosts.coordinator_address()}:7411"
+        serve = [*hosts.coordinator_prefix(), sys.executable, "-m", "gradserver", "serve", "--bind", url]
+        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as daemon:
+            try:
+                assert daemon.stdout is not None
+                assert daemon.stdout.readline() == f"listening on {url}\n"
+                examine = [sys.executable, "-m", "gradserver", "doctor", url, "--json"]
+                ran = subprocess.run(
+                    [*hosts.worker_prefix(0), *examine], capture_output=True, text=True, check=False, timeout=120
+                )
+            finally:
+                daemon.terminate()
+    rates = json.loads(ran.stdout)["coordinator"]["tcp_rates"]
+    assert 0.02 < rates["to_it"] < 0.23
+    assert 0.02 < rates["from_it"] < 0.23
 
 
 def test_without_rates_nothing_is_sent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,6 +230,11 @@ def test_it_says_which_workers_contributed_and_were_waited_for_and_why(
     assert all("2 of 3" in line and "w2" in line and "began late" in line for line in out[-3:])
 
 
+def test_the_plane_and_its_reason_are_among_what_happened(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, trained)
+    assert any(re.search(r"plane shm, because 'w0' has no", line) for line in out), out
+
+
 def test_the_page_shows_the_columns_that_there_are(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, trained, "--to", 2)
     shown = re.search(r"```text\n(  round  done at .*)\n(.*)\n(.*)\n```", (ROOT / "docs" / "observing.md").read_text())

@@ -15,7 +15,7 @@ from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
 from gradserver.protocol.messages.recovery import Holding, Resumed, Span, State, unpack_spans
 from gradserver.protocol.plan import Plan, simple_plan
-from gradserver.worker.member.effects import Complete, Lose, Tell
+from gradserver.worker.member.effects import Complete, Log, Lose, Tell
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.recovery import Recovery
@@ -186,6 +186,17 @@ def test_a_member_without_room_for_results_that_come_unasked_leaves() -> None:
     lost = alone.member.effects.take()[-1]
     assert isinstance(lost, Lose)
     assert isinstance(lost.error, LeftOutError)
+
+
+def test_the_lowest_rank_logs_a_plane_that_changes() -> None:
+    alone = Alone(slices=1, member_ids=(0, 1, 2))
+    alone.member.effects.take()
+    news = Membership(8, (1, 2), ("w1", "w2"), "w0 left", False, plane="direct", plane_reason="all have one")
+    alone.member.membership_told(news)
+
+    logged = [effect.text % effect.arguments for effect in alone.member.effects.take() if isinstance(effect, Log)]
+    assert logged[0] == "group 'group': w0 left"
+    assert logged[1:] == ["group 'group': from epoch 8 on the plane is direct, because all have one"]
 
 
 def test_a_membership_is_in_force_behind_the_round_that_names_it() -> None:

@@ -216,6 +216,15 @@ def test_workers_know_the_plane_and_why(server: TcpServer) -> None:
         assert server._runtime.snapshot()["groups"]["default"]["plane"]["name"] == "shm"  # type: ignore[index]
 
 
+def test_the_first_rank_logs_the_plane_and_the_devices(server: TcpServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gradserver"), joined(server.url, 2):
+        pass
+    coordinators, workers = [text for text in caplog.messages if "devices:" in text]
+    assert workers == coordinators
+    assert workers.startswith("group 'default': plane shm, because 'w0' has no")
+    assert workers.endswith("; devices: 2 × CPU, on 1 host")
+
+
 def test_one_that_demands_a_plane_demands_it_of_all(server: TcpServer) -> None:
     tasks = [
         Task(connect, server.url, rank, 2, name=f"w{rank}", plane=plane, timeout=10.0)
