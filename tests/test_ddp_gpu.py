@@ -5,8 +5,10 @@ The workers are threads that share the device: the exchange is the same as with 
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 from gradserver import DistributedDataParallel, LocalCluster
 from gradserver.protocol.errors import NonFiniteError
 from gradserver.worker.client import Worker
+from gradserver.worker.connect import connect
+from gradserver.worker.devices.cuda import CudaDevice, fetch
+from tests.cluster import coordinator
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
 from tests.replicas import ROWS, STEPS, distance, gradients, same, sgd
 
@@ -182,3 +187,65 @@ def test_results_are_there_for_what_is_queued_next() -> None:
 
     with LocalCluster(2, timeout=30.0) as cluster:
         assert cluster.run(work) == [0.0, 0.0]
+
+
+# ── the host path ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_memory_of_the_host_is_locked_and_unlocked() -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8))
+    assert not memory.is_pinned()
+    for _ in range(2):
+        assert device.lock(memory) is None
+        assert memory.is_pinned()
+        device.unlock(memory)
+    assert not memory.is_pinned()
+
+
+def test_a_lock_that_fails_spoils_no_kernel() -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8))
+    assert device.lock(memory) is None
+    assert "cudaHostRegister says error" in str(device.lock(memory))  # it is locked already
+    assert float((torch.ones(1000, device="cuda") * 2).sum()) == 2000
+    device.unlock(memory)
+
+
+def test_shared_memory_is_locked() -> None:
+    with coordinator({"default": 1}) as server, connect(server.url, 0, 1, channel="shm") as worker:
+        model = DistributedDataParallel(Transformer().cuda(), worker)
+        loss_of(model, *(tensor.cuda() for tensor in tokens(0, 4))).backward()
+        (copier,) = (one for one in model._rounds._plane._devices.values() if one is not None)  # type: ignore[attr-defined]
+        channel = worker._session.traffic.channel
+        staged = list(copier._buckets.values())
+        assert staged
+        for one in staged:
+            assert one.host.is_pinned()
+            assert channel.place_of(one.host.view(torch.uint8).numpy()) is not None
+
+
+def test_a_small_tensor_is_fetched() -> None:
+    assert fetch(torch.arange(5, device="cuda")).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_lossy_wires_have_the_bits_of_the_host(wire: str) -> None:
+    def work(worker: Worker, where: str) -> list[Tensor]:
+        linear = nn.Linear(1024, 512, bias=False, device=where)
+        model = DistributedDataParallel(linear, worker)
+        found = []
+        for step in range(4):
+            model.zero_grad()
+            rows = torch.linspace(-1, 1 + step + worker.rank, 1024).expand(1, -1).to(where)
+            model(rows).sum().backward()
+            assert linear.weight.grad is not None
+            found.append(linear.weight.grad.cpu())
+        return found
+
+    results = []
+    for where in ("cpu", "cuda"):
+        with LocalCluster(2, wire=wire, timeout=30.0) as cluster:
+            results += cluster.run(work, where)
+    for one in results[1:]:
+        assert all(map(torch.equal, one, results[0]))

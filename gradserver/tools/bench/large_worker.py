@@ -64,7 +64,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     settings: Settings = arguments.settings
     model = GPT(settings).to(arguments.device, DTYPES[arguments.dtype])
-    how = {"name": f"worker-{arguments.rank}", "channel": arguments.channel, "wire": arguments.wire}
+    how = {"name": f"worker-{arguments.rank}", "plane": arguments.channel, "wire": arguments.wire}
     with gradserver.connect(arguments.url, arguments.rank, settings.workers, timeout=600.0, **how) as worker:
         replica = gradserver.DistributedDataParallel(model, worker)
         outcome = train(replica, settings, arguments.rank, arguments.device)
