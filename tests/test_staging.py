@@ -34,7 +34,7 @@ from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.torch_ddp import staging
-from tests.cluster import Daemon, Gather, together, wait_until
+from tests.cluster import Daemon, Gather, Task, together, wait_until
 from tests.fake_device import FakeDevice, FakeStream, Pace, checked
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
 from tests.replicas import assert_like_one_process, gradients, on, reference, same, sgd, train
@@ -247,6 +247,39 @@ def test_a_piece_is_pushed_while_later_ones_are_not_copied(
     outbound = [step for step in order if step != "back"]
     assert outbound == ["out", "push", "out", "advance 2", "out", "advance 3", "out", "advance 4"]
     assert staged.flats[0].tolist() == [3.0] * MIB
+
+
+def test_a_round_begins_once_though_two_threads_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(dict[int, Any]):
+        """What was pushed; it notes that the second thread has seen that this is nothing."""
+
+        def __len__(self) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                seen.set()
+            return super().__len__()
+
+    seen, begun, others = threading.Event(), list[int](), list[Task[Any]]()
+    with LocalCluster(1) as cluster:
+        (worker,) = cluster.workers
+        first = worker.agree_beside(simple_plan([("a", 10), ("b", 10)], FLOAT32)).first
+        member, boundaries = worker._session.member, worker._session.boundaries
+        watched = Watched()
+        monkeypatch.setattr(member.rounds, "pushed", watched)
+        monkeypatch.setattr(boundaries, "_pushed", watched)
+        begin = member.begin_round
+
+        def begin_round(index: int) -> None:
+            begun.append(index)
+            if not others:
+                others.append(Task(worker.push, first + 1, torch.ones(10)))
+                assert seen.wait(10)
+            begin(index)
+
+        monkeypatch.setattr(member, "begin_round", begin_round)
+        worker.push(first, torch.ones(10))
+        others[0].result()
+        worker.finish_round()
+    assert begun == [first]
 
 
 def test_results_that_follow_each_other_are_copied_as_one() -> None:

@@ -6,6 +6,7 @@ The stages of a worker that joins are those of `gradserver.worker.member.learner
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
@@ -44,6 +45,10 @@ class Boundaries:
         self._donor = donor
         self._pushed = cast(dict[int, Handle], traffic.member.rounds.pushed)
         self._listeners: list[Callable[[Membership], None]] = []
+        self._beginning = threading.Lock()
+        """Held while a round begins."""
+        self._begun = -1, 0
+        """Number and attempt of the round that began last."""
 
     @property
     def round_to_open(self) -> int:
@@ -84,13 +89,21 @@ class Boundaries:
         return handle
 
     def _begin_round(self, index: int) -> None:
-        traffic, member = self._traffic, self._member
-        with traffic.mutex:
-            traffic.check_open()
-            member.begin_round(index)
-            effects = member.effects.take() if member.effects.pending else None
-        if effects is not None:
-            traffic.carry_out(effects)
+        """Begin a round, once: a device's buckets are pushed by a thread of their own, beside those of the CPU.
+
+        The other thread waits here until all is said that comes before the first push.
+        """
+        traffic, member, rounds = self._traffic, self._member, self._member.rounds
+        with self._beginning:
+            if self._begun == (rounds.number, rounds.attempt) and index in rounds.open:
+                return
+            with traffic.mutex:
+                traffic.check_open()
+                member.begin_round(index)
+                effects = member.effects.take() if member.effects.pending else None
+            self._begun = rounds.number, rounds.attempt
+            if effects is not None:
+                traffic.carry_out(effects)
 
     # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
 

@@ -32,6 +32,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final
@@ -208,10 +209,11 @@ class _Inbound:
         while self._carry_out([self._tasks.get(), *self._waiting()]):
             pass
         assert self._last is not None
-        for stream in (self.stream, self._last):
-            done = self._device.new_event()
-            stream.record_event(done)
-            done.synchronize()
+        with suppress(RuntimeError):  # a device that has failed copies nothing more
+            for stream in (self.stream, self._last):
+                done = self._device.new_event()
+                stream.record_event(done)
+                done.synchronize()
         self._memory.release()
 
     def _waiting(self) -> Iterator[_Arrival | Future[Event] | None]:
