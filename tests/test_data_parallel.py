@@ -195,6 +195,27 @@ def test_recurrent_modules_use_the_copies_of_their_device() -> None:
             assert not any(weight is parameter for parameter in model.parameters())
 
 
+class Moving(nn.Linear):
+    """Gives its weight other memory, unless that is a parameter, as recurrent modules do for cuDNN."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not isinstance(self.weight, nn.Parameter):
+            with torch.no_grad():
+                self.weight.set_(self.weight.clone())  # type: ignore[call-overload]
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@torch.no_grad()
+def test_modules_may_move_the_copies(near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "is_near", lambda *_: near)
+    with parallel(Moving(3, 2), APART) as model:
+        for _ in range(3):
+            torch.testing.assert_close(model(torch.ones(4, 3)), model.module(torch.ones(4, 3)))
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+
+
 class Branches(nn.Module):
     """Uses ``positive`` for samples above 0 alone, and never ``unused``."""
 
@@ -234,8 +255,13 @@ def test_gradients_of_inputs_and_of_gradients(devices: list[str]) -> None:
         torch.testing.assert_close(penalty(model), penalty(mlp()), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
-def test_several_forwards_may_precede_their_backwards(devices: list[str]) -> None:
+def test_several_forwards_may_precede_their_backwards(
+    devices: list[str], near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "is_near", lambda *_: near)
+
     def twice(model: nn.Module) -> None:
         optimizer = sgd(model)
         for step in range(3):
@@ -390,6 +416,11 @@ def test_running_statistics_are_the_first_replicas(devices: list[str]) -> None:
         assert same(state_of(model), state_of(plain))
 
 
+class Doubled(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * 2
+
+
 CHANGES: list[Callable[[Any, nn.Module], object]] = [
     lambda module, _: module[1].train(False),
     lambda module, _: setattr(module[1], "p", 0.0),
@@ -402,6 +433,7 @@ CHANGES: list[Callable[[Any, nn.Module], object]] = [
     lambda module, _: module.double(),
     lambda _, model: model.load_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3)}, assign=True),
     lambda module, _: module[0].weight.data.mul_(2.0),  # which no counter shows, between training and evaluation
+    lambda module, _: setattr(module[0], "__class__", Doubled),
     lambda module, _: nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Tanh()),
 ]
 
@@ -418,6 +450,22 @@ def test_replicas_follow_changes_of_the_module(devices: list[str], number: int) 
         torch.testing.assert_close(model(inputs), module(inputs))
         for row in model(inputs):
             torch.testing.assert_close(row, model(inputs)[0])
+
+
+@pytest.mark.parametrize("devices", [SHARED, APART], ids=str)
+def test_layers_may_be_frozen_and_thawed(devices: list[str]) -> None:
+    plain, module = mlp(), mlp()
+    module[2].requires_grad_(False)
+    with parallel(module, devices) as model:
+        for frozen in (0, 2, None):
+            for one in (plain, model):
+                for number, parameter in enumerate(one.parameters()):
+                    parameter.requires_grad_(number // 2 * 2 != frozen)
+                one.zero_grad()
+                one(rows(5)).square().sum().backward()
+            expected = gradients(plain)
+            assert len(expected) == (4 if frozen is None else 2)
+            assert distance(gradients(model.module), expected) < 1e-12
 
 
 @pytest.mark.parametrize("how", ["uncounted", "inside no_sync", "by hand", "sync_params", "small batch"])
@@ -779,3 +827,18 @@ def test_trains_on_several_kinds_of_devices_as_on_one(devices: list[str]) -> Non
     with parallel(Transformer(0).double(), devices) as model:
         trained = {name: tensor.cpu() for name, tensor in train(model, 7).items()}
         assert distance(trained, train(Transformer(0).double(), 7)) < 1e-6
+
+
+@pytest.mark.gpu
+def test_recurrent_modules_run_on_a_gpu_and_the_cpu() -> None:
+    plain = Recurrent()
+    with parallel(Recurrent(), ["cpu", "cuda:0"]) as model:
+        for one in (plain, model):
+            optimizer = sgd(one)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                one(rows(10, step).view(5, 2, 3)).sum().backward()
+                optimizer.step()
+        assert distance(state_of(model), state_of(plain)) < 1e-6
+        with torch.no_grad():
+            torch.testing.assert_close(model(rows(10).view(5, 2, 3)), model.module(rows(10).view(5, 2, 3)))

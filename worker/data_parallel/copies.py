@@ -84,12 +84,13 @@ class Copies:
     def tensors(self) -> list[dict[int, Tensor]]:
         """Return, for each device, what a forward is to use for a parameter, by the parameter's id.
 
-        With autograd these are new tensors. Their gradients become the parameter's.
+        These are new tensors, as modules may give a tensor other memory: recurrent ones do so for cuDNN. With autograd
+        their gradients become the parameter's.
         """
         found: list[dict[int, Tensor]] = [{} for _ in self._devices]
         for bucket in (*self._trained, *self._frozen):
             keys = [id(parameter) for parameter in bucket.parameters]
-            rows = bucket.followed() if torch.is_grad_enabled() and bucket in self._trained else bucket.rows
+            rows = bucket.followed() if torch.is_grad_enabled() and bucket in self._trained else bucket.detached()
             for device, row in zip(found, rows, strict=True):
                 device.update(zip(keys, row, strict=True))
         return found
@@ -163,6 +164,10 @@ class _Bucket:
         follow: Any = _Followed.apply
         tensors, length = follow(self, *self.parameters), len(self.parameters)
         return [list(tensors[begin : begin + length]) for begin in range(0, len(tensors), length)]
+
+    def detached(self) -> list[list[Tensor]]:
+        """Return the copies, for each device."""
+        return [[copied.detach() for copied in row] for row in self.rows]
 
     def added_up(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the sums over the devices, in their order, on the parameters' device; None where there is nothing."""

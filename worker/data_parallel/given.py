@@ -50,8 +50,6 @@ class GivenReplica:
             own: dict[str, Tensor | None] = replica._parameters
             for name, parameter in source._parameters.items():
                 own[name] = parameter if parameter is None or self._shares else parameters[id(parameter)]
-            if isinstance(replica, nn.RNNBase):  # which keeps a list of its parameters
-                replica._flat_weights = [getattr(replica, name, None) for name in replica._flat_weights_names]
             if copies_buffers:
                 for name, buffer in source._buffers.items():
                     mine = replica._buffers[name]

@@ -270,8 +270,6 @@ class _Replica:
                 of = source._parameters.items()
                 attributes["_parameters"] = {name: None if p is None else parameters[id(p)] for name, p in of}
                 self._move_attributes(attributes)
-                if isinstance(source, nn.RNNBase):  # which keeps a list of its parameters
-                    attributes["_flat_weights"] = [getattr(replica, name, None) for name in source._flat_weights_names]
 
     def _follow_buffers(self, source: nn.Module, buffers: dict[str, Tensor | None], copies: bool) -> None:
         for name in buffers.keys() - source._buffers.keys():
