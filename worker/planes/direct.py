@@ -312,7 +312,7 @@ class DirectPlane:
         elif handle.weight < _NO_DATA:
             given.flat.zero_()
         else:
-            torch.mul(scratch, self._divisor(scratch) / handle.weight, out=given.flat)
+            torch.div(scratch, handle.weight / self._divisor(scratch), out=given.flat)
 
     def _find_nonfinite(self) -> bool:
         """Mark this worker's parameters that are not finite, if the results are not. Return true if they are not.

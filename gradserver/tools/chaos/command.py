@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--stall", 0.5, 3600, "a longer time without a finished round is a fault, in seconds (default 15)", 15.0
     )
     parser.add_argument(
+        "--plane",
+        choices=("auto", "direct"),
+        default="auto",
+        help="direct: workers reduce gradients among themselves, with gloo (default: the coordinator reduces them)",
+    )
+    parser.add_argument(
         "--netns",
         action="store_true",
         help="give each worker a network namespace of its own, which a partition disconnects; requires root",
@@ -151,7 +157,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     _write_plan(folder / "plan.txt", schedule)
     with ExitStack() as stack:
         lab = stack.enter_context(_hosts(names)) if arguments.netns else None
-        settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab
+        settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab, arguments.plane
         fleet = stack.enter_context(Fleet(*settings))
         fleet.begin()
         fleet.start_judge()
@@ -290,5 +296,5 @@ def _possible(arguments: argparse.Namespace) -> set[str]:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace")
+    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace", "plane")
     return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from gradserver.tools.chaos import generator
 from gradserver.tools.chaos.evidence import HEARD, LEDGER
 from gradserver.tools.chaos.program import Settings
 from gradserver.tools.chaos.schedule import Way
@@ -71,12 +72,14 @@ class Fleet(Family):
         shards: int,
         pace: float,
         lab: Lab | None = None,
+        plane: str = "auto",
     ) -> None:
         super().__init__(folder, single_threaded())
         self.lab = lab
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
-        self._seed, self._ways, self._pace, self._shards = seed, ways, pace, shards
+        self._seed = seed | generator.COARSE if plane == "direct" else seed
+        self._ways, self._pace, self._shards, self._plane = ways, pace, shards, plane
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._heard = (folder / HEARD).open("wb", buffering=0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,7 +142,7 @@ class Fleet(Family):
         way = self._ways.get(name, Way.DIRECT)
         url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
         channel = "auto" if way is Way.DIRECT else "tcp"
-        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world)
+        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world, self._plane)
         self._start(name, "-m", "gradserver.tools.chaos.program", settings.to_json())
 
     def _start(self, name: str, *arguments: str) -> Child:

@@ -24,6 +24,11 @@ Array = npt.NDArray[Any]
 
 SIZES: Final = (16_384, 7, 16_411, 393_261)
 """Number of elements of each bucket: one that fills pages, two that fill nothing evenly, and one of two slices."""
+COARSE: Final = 1 << 62
+"""Bit of a seed: its contributions have few bits, so that sums of up to 32 of them are exact in any order.
+
+Gloo and NCCL add in an order of their own. Then the oracle's comparison bit by bit holds for them, too.
+"""
 STEP: Final = np.float32(0.01)
 """Learning rate: the part of a mean by which weights change in a round."""
 _BLOCK: Final = 16_384
@@ -43,6 +48,8 @@ def values(seed: int, name: str, number: int, part: int, out: Array | None = Non
     if out is None:
         out = np.empty(SIZES[part], np.float32)
     key = _key(seed, name, number, part)
+    coarse = bool(seed & COARSE)
+    exponents, fractions = np.uint32(0x0380_0000 if coarse else 0x0780_0000), 0x8078_0000 if coarse else 0x807F_FFFF
     low, high = np.uint32(key & 0xFFFF_FFFF), np.uint32(key >> 32)
     for first in range(0, out.size, _BLOCK):
         block = out[first : first + _BLOCK]
@@ -55,9 +62,10 @@ def values(seed: int, name: str, number: int, part: int, out: Array | None = Non
         x ^= x >> np.uint32(15)
         x *= np.uint32(0xD35A_2D97)
         x ^= x >> np.uint32(15)
-        # Sign and fraction as they come; four bits more choose one of sixteen exponents from 2^-8 on.
-        exponent = (x & np.uint32(0x0780_0000)) + np.uint32(119 << 23)
-        x &= np.uint32(0x807F_FFFF)
+        # Sign and fraction as they come; four bits more choose one of sixteen exponents from 2^-8 on. Coarse ones have
+        # four bits of a fraction, and one of eight exponents.
+        exponent = (x & exponents) + np.uint32(119 << 23)
+        x &= np.uint32(fractions)
         x |= exponent
     return out
 

@@ -36,6 +36,8 @@ from gradserver.tools.chaos.explain import Account, Case, People, explain, searc
 
 Array = npt.NDArray[Any]
 
+DIRECT_SECTION: Final = 1
+"""Section of the commits of rounds that members reduce among themselves (`gradserver.tools.chaos.program`)."""
 LAG: Final = 32
 """Rounds by which the ledger is ahead of the checks, so that late reports and repeated rounds are there."""
 PATIENCE: Final = 100
@@ -280,7 +282,7 @@ class Oracle:
             self.unwritten += 1
             return  # a restarted coordinator cannot know of workers that came meanwhile
         self._audit_people(number, record, people, None if found is None else [account for _, account in found])
-        if found is not None:
+        if found is not None and record.section != DIRECT_SECTION:  # the coordinator has not seen those gradients
             self._audit_digests(number, record, cases, found)
 
     def _audit_people(

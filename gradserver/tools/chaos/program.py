@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ class Settings:
     Attributes:
         pace: time that it computes in each round, in seconds.
         world: number of workers that begin the group; 0 for a worker that joins later.
+        plane: "direct" to reduce gradients among the workers, with gloo; "auto" to send them to the coordinator.
     """
 
     url: str
@@ -61,6 +62,7 @@ class Settings:
     timeout: float
     pace: float
     world: int = 0
+    plane: str = "auto"
 
     def to_json(self) -> str:
         """Format the settings as an argument of the program."""
@@ -70,6 +72,42 @@ class Settings:
     def from_json(cls, text: str) -> Self:
         """Parse the argument of the program."""
         return cls(**json.loads(text))
+
+
+class Exchange(Protocol):
+    """The exchange of a worker's buckets.
+
+    Attributes:
+        buckets: memory of contributions and results.
+        order: the order in which they are pushed.
+    """
+
+    buckets: list[Any]
+    order: range
+
+    def push(self, part: int, weight: float) -> None:
+        """Contribute to a bucket."""
+
+    def finish(self) -> None:
+        """Wait until all results are in the buckets."""
+
+
+class Reduced:
+    """An exchange that the coordinator reduces. The largest bucket is pushed first."""
+
+    def __init__(self, worker: gradserver.Worker) -> None:
+        self._worker = worker
+        worker.agree(generator.plan())
+        self.buckets: list[Any] = [worker.empty(size, "float32") for size in generator.SIZES]
+        self.order = range(len(generator.SIZES))[::-1]
+
+    def push(self, part: int, weight: float) -> None:
+        """Contribute to a bucket."""
+        self._worker.push(part, self.buckets[part], weight=weight)
+
+    def finish(self) -> None:
+        """Wait until all results are in the buckets."""
+        self._worker.finish_round()
 
 
 class Program:
@@ -120,38 +158,39 @@ class Program:
     def _join(self) -> gradserver.Worker:
         s = self._settings
         world = s.world or None
-        return gradserver.connect(s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel)
+        return gradserver.connect(
+            s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=s.plane
+        )
 
     def _train(self, worker: gradserver.Worker) -> None:
-        worker.agree(generator.plan())
+        exchange: Exchange = Reduced(worker) if self._settings.plane != "direct" else _directly(worker)
         worker.serve_state(lambda: {"weights": self._weights})
         if worker.joins:
             worker.enter(self._install)
-        buckets = [worker.empty(size, "float32") for size in generator.SIZES]
         self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
         gave = False
         while not self.leaving.is_set():
             number = worker.round
             self._compute()
-            gave = self._contribute(worker, buckets, number, gave)
-            worker.finish_round()
-            self._step(number, worker, buckets, "round" if gave else "replayed")
+            gave = self._contribute(worker, exchange, number, gave)
+            exchange.finish()
+            self._step(number, worker, exchange.buckets, "round" if gave else "replayed")
             if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
                 self._meet(worker, number)
 
-    def _contribute(self, worker: gradserver.Worker, buckets: list[Any], number: int, gave: bool) -> bool:
+    def _contribute(self, worker: gradserver.Worker, exchange: Exchange, number: int, gave: bool) -> bool:
         """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
         seed, name = self._settings.seed, self._settings.name
         weight = generator.weight(seed, name, number)
         self._say("gives", round=number, rank=worker.rank)
         pieces = self._dies_after if gave else 0
-        shares_memory = worker.channel == "shm"
-        if pieces and not shares_memory:
+        sends_nothing = worker.channel == "shm" or self._settings.plane == "direct"
+        if pieces and not sends_nothing:
             _when_sent(pieces, lambda: self._die(number))
-        for count, part in enumerate(reversed(range(len(buckets))), start=1):
-            generator.values(seed, name, number, part, buckets[part])
-            worker.push(part, buckets[part], weight=weight)
-            if pieces == count and shares_memory:
+        for count, part in enumerate(exchange.order, start=1):
+            generator.values(seed, name, number, part, exchange.buckets[part])
+            exchange.push(part, weight)
+            if pieces == count and sends_nothing:
                 self._die(number)
         if pieces:  # there were fewer pieces
             self._die(number)
@@ -223,6 +262,12 @@ class Program:
     def _say(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "name": self._settings.name, **fields, "at": time.monotonic()}
         print(json.dumps(line), flush=True)
+
+
+def _directly(worker: gradserver.Worker) -> Exchange:
+    from gradserver.tools.chaos.directly import Directly  # torch takes seconds to load
+
+    return Directly(worker)
 
 
 def _again(call: Callable[[], T]) -> T:

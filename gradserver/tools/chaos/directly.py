@@ -1,0 +1,34 @@
+"""The exchange of a chaos run's worker on the direct plane: the one of a wrapped module, without the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import gradserver
+from gradserver.tools.chaos import generator
+from gradserver.worker.planes.commit import commit_plan
+from gradserver.worker.planes.direct import DirectPlane
+from gradserver.worker.torch_ddp.staging import Staging
+
+
+class Directly:
+    """An exchange that workers reduce among themselves, on the plane that a wrapped module has."""
+
+    def __init__(self, worker: gradserver.Worker) -> None:
+        torch.set_num_threads(1)
+        plan, cpu = generator.plan(), torch.device("cpu")
+        through = Staging(worker, worker.agree_beside(plan), None)
+        self._plane = DirectPlane(worker, plan, worker.agree_beside(commit_plan(plan)), through, [cpu], None)
+        self._flat = [self._plane.new_memory(size, torch.float32, cpu) for size in generator.SIZES]
+        self.buckets: list[Any] = [flat.numpy() for flat in self._flat]
+        self.order = range(len(generator.SIZES))
+
+    def push(self, part: int, weight: float) -> None:
+        """Contribute to a bucket."""
+        self._plane.push(part, self._flat[part], weight)
+
+    def finish(self) -> None:
+        """Wait until all results are in the buckets."""
+        self._plane.finish()
