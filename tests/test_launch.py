@@ -21,6 +21,7 @@ from gradserver.tools.launch.hosts import Host, parse_hosts
 from gradserver.tools.launch.output import Lines
 from gradserver.tools.launch.places import Hello, assign, counts, environment_of
 from gradserver.tools.launch.report import listed, ranks
+from tests.commands import parse
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -357,14 +358,35 @@ def test_other_hosts_get_the_environment_without_what_belongs_to_this_one() -> N
     assert places.carried({"CUDA_VISIBLE_DEVICES": "GPU-4c09"}) == {}
 
 
+# ── the command line ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("words", "script", "arguments"),
+    [
+        ("train.py --nproc 3 -m", "train.py", ["--nproc", "3", "-m"]),
+        ("-n2 -- train.py --lr 1", "train.py", ["--lr", "1"]),
+        ("-n2 train.py -- --lr 1", "train.py", ["--", "--lr", "1"]),
+        ("-n2 -- train.py -- --lr 1", "train.py", ["--", "--lr", "1"]),
+        ("-n2 -- --odd.py", "--odd.py", []),
+        ("--nproc-per-node=2 -m train x", "train", ["x"]),
+    ],
+)
+def test_what_stands_behind_the_script_is_the_scripts(words: str, script: str, arguments: list[str]) -> None:
+    parsed = parse("run", *words.split())
+    assert (parsed.script, parsed.arguments) == (script, arguments)
+    assert parsed.nproc == (None if words.startswith("train") else 2)
+
+
 # ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "name the script to run, as in `gradserver run --nproc 2 train.py`"),
-        ("--nproc 2", "name the script to run"),
+        ("", "the following arguments are required: SCRIPT. `gradserver run --help` shows the options"),
+        ("--nproc 2", "the following arguments are required: SCRIPT"),
+        ("--nproc 2 --", "SCRIPT"),
         ("trian.py", "there is no script 'trian.py' in "),
         ("train", "there is no script 'train' in . For a module give -m train"),
         ("python train.py", "name the script itself, without 'python' in front; other programs need --no-python"),

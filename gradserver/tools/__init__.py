@@ -1,1 +1,1 @@
-"""Tools that try gradserver out: the demo, the benchmarks, and chaos. None of them is needed to train."""
+"""Tools beside the library: the launcher, and those that try gradserver out: the demo, the benchmarks, chaos."""

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gradserver.arguments import add_seconds, number
 from gradserver.protocol.errors import InvalidArgumentError
@@ -54,8 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_coordinator(parser.add_argument_group("coordinator"))
     _add_ends(parser.add_argument_group("output and end"))
     _add_hosts(parser.add_argument_group("hosts"))
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT …", help="its arguments")
+    # Of argparse's ways to take all words that follow, this one alone keeps a `--` behind the script for the script.
+    text = "the training script, and its arguments"
+    parser.add_argument("command", nargs=argparse.PARSER, action=_Command, metavar="SCRIPT", help=text)
+
+
+class _Command(argparse.Action):
+    """The script and its arguments, kept apart. A `--` in front only ends the options."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        _option: str | None = None,
+    ) -> None:
+        words = list(values or ())
+        words = words[1:] if words[:1] == ["--"] else words
+        if not words:
+            parser.error("name the script to run, as in `gradserver run --nproc 2 train.py`")
+        namespace.script, namespace.arguments = words[0], words[1:]
 
 
 def _add_coordinator(parser: argparse._ArgumentGroup) -> None:
@@ -165,8 +183,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problem(arguments: argparse.Namespace) -> str | None:
     """Return what is wrong with the options; None if nothing is."""
-    if arguments.script is None:
-        return "name the script to run, as in `gradserver run --nproc 2 train.py`"
     if arguments.module and arguments.no_python:
         return "-m is for modules of Python, and --no-python for other programs: give one of them"
     given = arguments.coordinator or os.environ.get("GRADSERVER_URL")

@@ -227,10 +227,10 @@ class Launcher:
     def _hear_coordinator(self, coordinator: Coordinator) -> None:
         coordinator.read()
         self._url = self._url or coordinator.url
-        if coordinator.process.ended and self._url is None:
-            raise coordinator.cannot_start()
-        if not coordinator.process.ended or self._crew is None:
+        if not coordinator.process.ended:
             return
+        if self._crew is None:
+            raise coordinator.cannot_start()
         failure = coordinator.failure(time.monotonic())
         if self._may_restart_coordinator(self._crew):
             self._coordinator_restarts += 1
