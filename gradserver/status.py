@@ -148,7 +148,8 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         if elastic
         else f"{here} of {group['world_size']} workers"
     )
-    lines = [f"group {name!r}: {state}, {of}, epoch {group['epoch']}"]
+    parent = f", sub-group of {group['parent']!r}" if "parent" in group else ""
+    lines = [f"group {name!r}: {state}, {of}, epoch {group['epoch']}{parent}"]
     if state == "forming":
         waits = [[w["rank"] if w["rank"] >= 0 else "any", w["name"], f"{w['waits']:.1f} s"] for w in group["waiting"]]
         return [*lines, *table(["rank", "worker", "waits"], waits)]

@@ -22,7 +22,10 @@ GOES_ON_WITHIN = 1.0 + 4.0
 
 @pytest.mark.parametrize("channel", ["tcp", "shm"])
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "all are needed"])
-def test_a_worker_that_is_killed_is_lost_to_all_its_sub_groups(channel: str, elastic: bool) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=str)
+def test_a_worker_that_is_killed_or_freezes_is_lost_to_all_its_sub_groups(
+    channel: str, elastic: bool, end: signal.Signals
+) -> None:
     with ExitStack() as stack:
         daemon = stack.enter_context(Daemon("--workers", "1:4" if elastic else "4", "--gather", "60"))
 
@@ -33,7 +36,7 @@ def test_a_worker_that_is_killed_is_lost_to_all_its_sub_groups(channel: str, ela
         workers = [start(rank) for rank in range(WORLD)]
         for worker in workers:
             worker.expect("ready", STARTED_WITHIN)
-        workers[VICTIM].send_signal(signal.SIGKILL)
+        workers[VICTIM].send_signal(end)
         killed, left = time.monotonic(), [worker for rank, worker in enumerate(workers) if rank != VICTIM]
         said = [worker.expect("smaller " if elastic else "error ") for worker in left]
         assert max(float(line.split()[0]) for line in said) - killed < GOES_ON_WITHIN

@@ -13,7 +13,8 @@ from torch import nn
 
 from gradserver import DistributedDataParallel, GradientExchange, LocalCluster
 from gradserver.worker.client import Worker
-from tests.cluster import Daemon, joined, members, together
+from gradserver.worker.connect import connect
+from tests.cluster import Daemon, coordinator, joined, members, together
 from tests.replicas import distance, same
 
 STEPS = 4
@@ -75,6 +76,19 @@ def check_both(results: list[dict[str, Any]]) -> None:
 def test_modules_on_overlapping_sub_groups_and_their_parent_train_as_one_process_would(channel: str) -> None:
     with members(channel, 3) as workers:
         check_both(together(workers, train_both))
+
+
+def test_sub_groups_of_a_direct_plane_reduce_among_themselves() -> None:
+    def join(place: tuple[str, int]) -> Worker:
+        url, rank = place
+        return connect(url, rank, 3, name=f"w{rank}", timeout=20.0, plane="direct")
+
+    with coordinator() as server, ExitStack() as stack:
+        workers = [stack.enter_context(one) for one in together([(server.url, rank) for rank in range(3)], join)]
+        check_both(together(workers, train_both))
+        groups: Any = server._runtime.snapshot()["groups"]
+        assert {name: group["plane"]["name"] for name, group in groups.items()} == dict.fromkeys(groups, "direct")
+        assert len(groups) == 3
 
 
 def test_data_shards_have_parts_of_sub_groups_too() -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from gradserver import LocalCluster
+from gradserver.cli import main
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
     ClosedError,
@@ -300,6 +301,20 @@ def test_the_stop_of_the_coordinator_ends_waits_in_sub_groups(channel: str) -> N
         assert made[0].closed
 
 
+def test_memory_of_a_sub_group_is_free_when_it_is_closed() -> None:
+    with coordinator() as server, joined(server.url, 2, channel="shm") as workers:
+
+        def work(worker: Worker) -> None:
+            for _ in range(40):
+                group = sub(worker, 0, 1)
+                assert summed(group, 1, LARGE) == 2.0  # through slots of shared memory
+                group.close()
+
+        together(workers, work)
+        assert server._unix is not None
+        assert server._unix.segments <= 12
+
+
 # ── deaths ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -402,3 +417,11 @@ def test_a_sub_group_is_waited_for_by_a_worker_that_has_returned() -> None:
 
     with LocalCluster(2) as cluster:
         assert cluster.run(work) == [None, 1]
+
+
+def test_the_status_shows_of_which_group_a_sub_group_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with coordinator() as server, joined(server.url, 2) as workers:
+        together(workers, lambda worker: sub(worker, 0, 1))
+        assert main(["status", server.url, "--interval", "0.05"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "group 'default/1': active, 2 of 2 workers, epoch 2, sub-group of 'default'" in shown

@@ -211,7 +211,8 @@ class Session:
         """
         attachment, channel = self.member.attachment, self.traffic.channel
         with suppress(GradServerError):
-            if not waits and not self.membership.shards:
+            welcome = self.member.identity.welcome
+            if not waits and (welcome is None or not welcome.shards):
                 channel.send(leave)
                 return
             for numbers in (attachment.reached(self.member.exchanges.shards), [0]):

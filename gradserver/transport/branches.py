@@ -15,7 +15,7 @@ from gradserver.protocol.messages import Attend, Failure, Leave, Message, Scope,
 from gradserver.runtime import Runtime
 from gradserver.transport.peers import Branch, Peer
 
-PARTED: Final = "its first connection was closed"
+PARTED: Final = "it was put out of the group that the sub-group is of"
 """Reason for the end of branches, if there is no other."""
 
 

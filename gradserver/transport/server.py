@@ -524,6 +524,7 @@ class TcpServer:
         if self._peers.get(peer.identity) is not peer:
             return
         if silent:
+            self._branches.end(peer, reason)
             self._runtime.silent(peer.connection, reason)
         else:
             self.forget(peer.identity, None, reason, ended)

@@ -355,6 +355,7 @@ class Member:
         """Forget all that is under way, and give what waits for it."""
         proposal = self.plans.open
         waiting = [] if proposal is None else [proposal.waiter]
+        self.exchanges.slots.forget()  # a sub-group ends long before its connection
         waiting += [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
         waiting += [*self.attachment.give_up(), *self.inquiries.give_up()]
         return [*waiting, *self.turns.give_up(), *self.leases.give_up(), *self.rounds.give_up()]
