@@ -58,7 +58,7 @@ def _measured(name: str, promise: str, seconds: float) -> Line:
 
 # Collecting all modules would take a minute, and packages that only developers have.
 _MARKED: Final = sorted(str(one) for one in Path(__file__).parent.glob("test_*.py") if "mark.gpu\n" in one.read_text())
-_SELECTED: Final = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *_MARKED)
+_SELECTED: Final = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-m", "gpu", *_MARKED)
 
 LINES: Final = (
     Line("tests", "The tests that need a GPU pass", 300, _SELECTED),
