@@ -17,11 +17,13 @@ import gradserver
 from gradserver.protocol.errors import WorkerLostError
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.communicator import Communicator
+from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, coordinator, joined, members, together
 from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
-from tests.replicas import distance, same
+from tests.models import Transformer, loss_of, state_of, tokens
+from tests.replicas import ROWS, distance, reference, same, sgd
 
 PROGRAM = Path(__file__).with_name("direct_training.py")
 GOES_ON_WITHIN = 3.0 + 4.0
@@ -193,3 +195,21 @@ def test_a_closed_worker_ends_its_communicators() -> None:
         found = [Directs.of(worker) for worker in workers]
         assert all(one.communicator is not None for one in found)
     assert all(one.communicator is None for one in found)
+
+
+def test_the_contribution_of_a_worker_that_is_alone_is_its_mean_bit_by_bit() -> None:
+    with members("direct", 1) as (worker,):
+        module = Transformer(0)
+        model = DistributedDataParallel(module, worker)
+        model.set_weight(3.0)  # neither that nor a division rounds anything
+        optimizer = sgd(module)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *tokens(step, ROWS)).backward()
+            optimizer.step()
+        assert same(state_of(module), reference(Transformer(0), STEPS))
+        plane = model._rounds._plane
+        assert isinstance(plane, DirectPlane)
+        assert not plane._scratch  # nor is there a copy
+        with pytest.raises(gradserver.NonFiniteError, match="lm_head"):
+            (loss_of(model, *tokens(0, ROWS)) * float("nan")).backward()

@@ -39,6 +39,7 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
+from gradserver.worker.devices.cuda import fetch
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.waiter import NotFinite
 from gradserver.worker.planes.commit import mark
@@ -225,6 +226,11 @@ class DirectPlane:
     def _reduce(self, index: int) -> None:
         """Begin the reduction of a bucket, in memory of its own."""
         given, op = self._given[index], self._plan.buckets[index].op
+        if op is Op.MEAN and self._is_its_own_mean(given):
+            self._writers.pop(index, None)
+            self._scratch.pop(index, None)
+            self._outcomes[index] = _Outcome()
+            return
         communicator, signal = self._directs.joined(self._checked()), self._checked()
         scratch = self._scratch.get(index)
         if scratch is None:
@@ -244,6 +250,11 @@ class DirectPlane:
         else:
             scratch.copy_(given.flat)
             self._under_way[index] = communicator.all_reduce(scratch, op, signal)
+
+    def _is_its_own_mean(self, given: _Given) -> bool:
+        """Return true for the contribution of a worker that is alone: it stays where it is, with all its bits."""
+        is_kept = self._worker._session.membership.nonfinite in ("halt", "propagate")
+        return self._worker.world_size == 1 and is_kept and given.present and given.weight >= _NO_DATA
 
     def _weigh(self, given: _Given, scratch: Tensor) -> None:
         """Put a contribution times its weight into ``scratch``. Narrow types are divided first: the sum fits then."""
@@ -338,12 +349,18 @@ class DirectPlane:
 
     def _all_finite(self) -> bool:
         """Tell whether all means are finite. A sum is finite if all its terms are, unless it overflows."""
-        means = [self._scratch[index] for index in self._ordered if index in self._given]
-        sums = [mean.sum() for mean in means]
-        return all(
-            bool(torch.isfinite(total)) or bool(torch.isfinite(mean).all())
-            for total, mean in zip(sums, means, strict=True)
-        )
+        given = [index for index in self._ordered if index in self._given]
+        means = [self._scratch.get(index, self._given[index].flat) for index in given]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for mean in means:
+            by_device.setdefault(mean.device, []).append(mean)
+        for device, there in by_device.items():
+            flags = torch.stack([torch.isfinite(mean.sum()) for mean in there])
+            known = flags if device.type == "cpu" else fetch(flags)  # one wait, for an event, for all of them
+            suspects = [mean for mean, is_finite in zip(there, known.tolist(), strict=True) if not is_finite]
+            if not all(bool(torch.isfinite(mean).all()) for mean in suspects):
+                return False
+        return True
 
     # ── the round is void ─────────────────────────────────────────────────────────────────────────────
 
