@@ -581,15 +581,15 @@ def test_modes_of_the_callers_thread_hold_in_the_others() -> None:
 
 
 def test_first_forward_in_inference_mode_leaves_training_possible() -> None:
-    with torch.inference_mode():
-        model = DataParallel(Convolutional(), APART)
-        model(images(0, 4)[0])
-    with torch.inference_mode(False):
-        module = Convolutional()
-    with parallel(module, APART) as model:
+    for made_inside in (False, True):
+        with torch.inference_mode(made_inside):
+            with torch.inference_mode(False):
+                module = Convolutional()
+            model = DataParallel(module, APART)
         with torch.inference_mode():
             model(images(0, 4)[0])
         model(images(0, 4)[0]).sum().backward()
+        model.close()
 
 
 @pytest.mark.parametrize("devices", [SHARED, APART, MIXED], ids=str)
@@ -769,6 +769,23 @@ def test_threads_end_with_close_and_with_the_model() -> None:
     for thread in running:
         thread.join(until - time.monotonic())
     assert threads() == []
+
+
+@torch.no_grad()
+def test_threads_keep_no_result() -> None:
+    results = []
+
+    def noting(inputs: Tensor) -> Tensor:
+        result = inputs + 1
+        results.append(weakref.ref(result))
+        return result
+
+    with parallel(Returning(noting), APART) as model:
+        model(torch.ones(4))
+        until = time.monotonic() + 10.0  # the thread lets go when it waits again
+        while any(result() is not None for result in results) and time.monotonic() < until:
+            gc.collect()
+        assert [result() for result in results] == [None, None]
 
 
 def test_state_has_the_modules_names() -> None:
