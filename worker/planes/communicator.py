@@ -19,13 +19,16 @@ communicators of a process are aborted together: one by one, they can wait for e
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
@@ -52,6 +55,26 @@ _QUIET: Final = {
     "TORCH_NCCL_DESYNC_DEBUG": "0",
 }
 """Settings with which torch's watchdog reports and never ends the process: deadlines are the coordinator's."""
+
+
+_ENDING_SECONDS: Final = 3.0
+"""Time that threads have to end when the process does."""
+_background: WeakSet[threading.Thread] = WeakSet()
+
+
+def _in_background(target: Callable[..., object], name: str, *arguments: object) -> None:
+    """Call ``target`` in a thread of its own, in which torch may block."""
+    thread = threading.Thread(target=target, args=arguments, name=f"gradserver-{name}", daemon=True)
+    _background.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _await_background() -> None:
+    """Let threads end before the interpreter does: it would end them inside torch, which aborts the process then."""
+    until = time.monotonic() + _ENDING_SECONDS
+    for thread in list(_background):
+        thread.join(max(until - time.monotonic(), 0.0))
 
 
 class Signal:
@@ -94,7 +117,7 @@ class Signal:
         return True
 
     def _start(self, heed: Callable[[], None]) -> None:
-        threading.Thread(target=heed, name="gradserver-abort", daemon=True).start()
+        _in_background(heed, "abort")
 
 
 class Reduction:
@@ -170,8 +193,7 @@ class Communicator:
             GradServerError: what interrupted the wait.
             BackendUnavailableError: the members did not find each other. The error says why.
         """
-        finder = threading.Thread(target=self._form, args=(signal, timeout), name="gradserver-rendezvous", daemon=True)
-        finder.start()
+        _in_background(self._form, "rendezvous", signal, timeout)
         came = signal.wait_until(lambda: len(self._groups) == len(self._devices) or self.failed is not None, timeout)
         if len(self._groups) == len(self._devices):
             return
@@ -244,4 +266,4 @@ class Communicator:
         # Gloo's destructor waits for its threads, which may wait for a member that is stopped. Nothing here refers to
         # the group by itself, so that the destructor runs in the thread that clears.
         if groups:
-            threading.Thread(target=groups.clear, name="gradserver-give-up", daemon=True).start()
+            _in_background(groups.clear, "give-up")
