@@ -22,6 +22,12 @@ CUTS = [0, 1, 4, 10]
 """The beginnings and ends of the rows of each of three workers."""
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 def part(rank: int, rows: Tensor) -> Tensor:
     return rows[CUTS[rank] : CUTS[rank + 1]]
 

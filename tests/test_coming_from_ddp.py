@@ -31,6 +31,12 @@ Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 def line(text: str) -> Callable[[Check], Check]:
     """Let a function check the line of the page with ``text`` in its first cell."""
 

@@ -22,6 +22,12 @@ MASK_BYTES = 1 << 20
 STEPS = 3
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 class Masked(nn.Module):
     """A layer with few parameters and a large constant table, as older transformers have in each block."""
 

@@ -43,6 +43,12 @@ Array = np.ndarray[Any, Any]
 WEIGHTS = [0.3, 7.0, 1.9, 2.0]
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 def contributions(name: str, numel: int, world_size: int, seed: int = 0) -> list[Array]:
     values = np.random.default_rng(seed).normal(size=(world_size, numel)) * [[10.0**rank] for rank in range(world_size)]
     return [row.astype(np.float32).astype(numpy_dtype(BY_NAME[name])) for row in values]

@@ -24,6 +24,12 @@ WIDE = 20_000
 """Parameters of a module that travels with a loss."""
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 class Scale(nn.Module):
     """Its gradient is what it is called with."""
 

@@ -36,6 +36,12 @@ POLICIES = ["leave-out", "skip"]
 Array = np.ndarray[Any, Any]
 
 
+@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest) -> str:
+    """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
+    return str(request.param)
+
+
 class Round:
     """The results of a round at one worker: both buckets, and what it was told."""
 
