@@ -18,7 +18,6 @@ from typing import Any
 
 from gradserver.tools.bench import machine
 from gradserver.tools.bench.processes import Processes
-from gradserver.tools.bench.stats import size_name
 from gradserver.tools.common.processes import RunError, available_cores, ended_by_signals, listening_url
 from gradserver.tools.demo.settings import Settings
 
@@ -66,7 +65,7 @@ class Finished:
         run, first = self.run, self.workers[0]
         losses = f"{first['losses'][0]:.3f} → {first['losses'][-1]:.3f}"
         where = ", ".join(run.devices)
-        size = size_name(first["nbytes"])
+        size = f"{first['nbytes'] / 1e6:,.1f} MB"
         return (
             f"{first['channel']:8}{run.dtype:6}{where:20}{self.step_seconds:>8.2f} s{size:>12}{losses:>18}"
             f"  {'yes' if self.is_same else 'NO'}"
