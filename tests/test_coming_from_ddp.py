@@ -438,6 +438,18 @@ def _objects() -> None:
     assert both(work) == 2 * [[[{"rank": 0}, {"rank": 1}], [1]]]
 
 
+@line("`new_group(ranks)`, `new_subgroups()`, `DDP(module, process_group=)`")
+def _new_group() -> None:
+    def work(worker: Worker) -> bool:
+        host = worker.hosts()
+        group = worker.subgroup([1]) if worker.rank else host.subgroup([0])
+        assert group is not None
+        model = DistributedDataParallel(network(), group)
+        return group.world_size == 1 and model.training
+
+    assert both(work) == [True, True]
+
+
 @line("`DistributedSampler(data, num_replicas=, rank=, drop_last=)`")
 def _sampler() -> None:
     data = range(5)
@@ -561,10 +573,9 @@ def _isinstance() -> None:
     assert both(work) == [False, False]
 
 
-@line("`register_comm_hook`, `Join` for other classes, `new_group`")
+@line("`register_comm_hook`, `Join` for other classes")
 def _absent() -> None:
     assert not any(hasattr(DistributedDataParallel, name) for name in ("register_comm_hook", "join_hook"))
-    assert not hasattr(Worker, "new_group")
 
 
 logging.getLogger("torch").setLevel(logging.ERROR)

@@ -73,3 +73,27 @@ def test_sub_groups_end_with_a_coordinator_that_comes_back_and_are_made_again(tm
         assert made[0].closed
         for worker in workers:
             worker.close()  # while there is a coordinator that hears it
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "all are needed"])
+def test_a_worker_that_was_frozen_hears_in_its_sub_groups_that_it_was_left_out(channel: str, elastic: bool) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "1:4" if elastic else "4", "--gather", "60"))
+
+        def start(rank: int) -> Program:
+            arguments = str(PROGRAM), daemon.url, str(rank), str(WORLD)
+            return stack.enter_context(Program(*arguments, environment={"GRADSERVER_CHANNEL": channel}))
+
+        workers = [start(rank) for rank in range(WORLD)]
+        for worker in workers:
+            worker.expect("ready", STARTED_WITHIN)
+        workers[VICTIM].send_signal(signal.SIGSTOP)
+        for worker in (workers[0], workers[1], workers[3]):
+            worker.expect("smaller " if elastic else "error ")
+        workers[VICTIM].send_signal(signal.SIGCONT)
+        assert "LeftOutError: this worker, 'w2' (rank 2), was left out of group 'default'" in workers[VICTIM].expect(
+            "error "
+        )
+        assert workers[VICTIM].end() == 0

@@ -419,6 +419,18 @@ def test_a_sub_group_is_waited_for_by_a_worker_that_has_returned() -> None:
         assert cluster.run(work) == [None, 1]
 
 
+def test_a_worker_that_has_returned_is_not_waited_for_when_a_sub_group_is_made() -> None:
+    def work(worker: Worker) -> Any:
+        if worker.rank == 0:
+            return None
+        with pytest.raises(WorkerLeftError, match="cannot begin: 'worker-0'"):
+            worker.subgroup([0, 1])
+        return 1
+
+    with LocalCluster(2) as cluster:
+        assert cluster.run(work) == [None, 1]
+
+
 def test_the_status_shows_of_which_group_a_sub_group_is(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server, joined(server.url, 2) as workers:
         together(workers, lambda worker: sub(worker, 0, 1))

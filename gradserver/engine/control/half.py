@@ -238,11 +238,12 @@ class Control:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def awaited(self, name: str) -> set[int]:
-        """Connections of members that others wait for: for a plan, or a learner for the end of a round."""
+        """Connections of members that others wait for: for a plan, a sub-group, or a learner for the end of a round."""
         group = self.groups.get(name)
+        missing = set() if group is None else subgroups.awaited(self._registry, group)
         if group is None or not (group.plans.proposals or group.learners.by_id):
-            return set()
-        return {
+            return missing
+        return missing | {
             member.connection
             for member_id, member in group.members.by_id.items()
             if member_id not in group.plans.proposals

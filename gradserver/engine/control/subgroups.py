@@ -104,6 +104,18 @@ def _free_name(registry: Registry, parent: Group) -> str:
     return name
 
 
+def awaited(registry: Registry, parent: Group) -> set[int]:
+    """Return connections of members of ``parent`` that others wait for in a sub-group."""
+    missing = {
+        member_id
+        for group in registry.forming.values()
+        if group.origin is not None and group.origin.parent == parent.name
+        for place, member_id in enumerate(group.origin.member_ids)
+        if all(applicant.join.rank != place for applicant in group.applicants.waiting)
+    }
+    return {parent.members.by_id[one].connection for one in missing if one in parent.members.by_id}
+
+
 # ── circles ───────────────────────────────────────────────────────────────────────────────────────────
 
 
