@@ -293,12 +293,10 @@ class DirectPlane:
 
     def _vote(self) -> dict[int, _Outcome]:
         """Wait for all reductions, say so, and write the results when all members have said so."""
-        for index in self._given:
-            self._await(index)
+        self._markers.zero_()
+        overflowed = not self._await_all() and self._find_nonfinite()
         self._checked()
-        weights = [given.weight for given in self._given.values()]
-        weight = max(weights, default=0.0)
-        overflowed = self._worker._session.membership.nonfinite != "propagate" and self._find_nonfinite()
+        weight = max((given.weight for given in self._given.values()), default=0.0)
         marked = bool(torch.count_nonzero(self._markers))
         handle = self._worker.push(self._commit.first, self._markers, weight=weight, present=marked)
         handle.wait(self._timeout)
@@ -325,42 +323,46 @@ class DirectPlane:
         else:
             torch.div(scratch, handle.weight / self._divisor(scratch), out=given.flat)
 
+    def _await_all(self) -> bool:
+        """Wait for all reductions. Return false if a mean is not finite, in a group where that matters.
+
+        One bucket is looked at while later ones are on their way.
+        """
+        passes_on = self._worker._session.membership.nonfinite == "propagate"
+        suspects: list[Tensor] = []
+        on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for index, given in self._given.items():
+            self._await(index)
+            if passes_on or index not in self._ordered:
+                continue
+            mean = self._scratch.get(index, given.flat)
+            flag = torch.isfinite(mean.sum())  # a sum is finite if all its terms are, unless it overflows
+            if mean.device.type != "cpu":
+                on_device.setdefault(mean.device, []).append((flag, mean))
+            elif not flag:
+                suspects.append(mean)
+        for found in on_device.values():
+            flags = fetch(torch.stack([flag for flag, _ in found])).tolist()  # one wait, for an event, for all of them
+            suspects += [mean for known, (_, mean) in zip(flags, found, strict=True) if not known]
+        return all(bool(torch.isfinite(mean).all()) for mean in suspects)
+
     def _find_nonfinite(self) -> bool:
-        """Mark this worker's parameters that are not finite, if the results are not. Return true if they are not.
+        """Mark this worker's parameters that are not finite, as results are not. Return true if they still are not.
 
         Where such gradients are left out, they are reduced once more without those: all members see the same results,
         and do the same.
         """
-        self._markers.zero_()
-        if self._all_finite():
-            return False
         gave = [
             (index, given.flat) for index in self._ordered if (given := self._given[index]).present and given.weight > 0
         ]
         own = mark(self._plan, gave, self._markers)
-        if self._worker._session.membership.nonfinite == "leave-out":
-            for index in self._ordered:
-                if own:
-                    self._given[index] = self._given[index]._replace(present=False)
-                self._reduce(index)
-            for index in self._ordered:
-                self._await(index)
-        return not self._all_finite()
-
-    def _all_finite(self) -> bool:
-        """Tell whether all means are finite. A sum is finite if all its terms are, unless it overflows."""
-        given = [index for index in self._ordered if index in self._given]
-        means = [self._scratch.get(index, self._given[index].flat) for index in given]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for mean in means:
-            by_device.setdefault(mean.device, []).append(mean)
-        for device, there in by_device.items():
-            flags = torch.stack([torch.isfinite(mean.sum()) for mean in there])
-            known = flags if device.type == "cpu" else fetch(flags)  # one wait, for an event, for all of them
-            suspects = [mean for mean, is_finite in zip(there, known.tolist(), strict=True) if not is_finite]
-            if not all(bool(torch.isfinite(mean).all()) for mean in suspects):
-                return False
-        return True
+        if self._worker._session.membership.nonfinite != "leave-out":
+            return True
+        for index in self._ordered:
+            if own:
+                self._given[index] = self._given[index]._replace(present=False)
+            self._reduce(index)
+        return not self._await_all()
 
     # ── the round is void ─────────────────────────────────────────────────────────────────────────────
 
