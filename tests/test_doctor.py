@@ -120,6 +120,7 @@ def test_a_rate_that_the_other_way_bounds_is_a_lower_bound(to_it: float, from_it
     assert str(link.Rates(0.0005, to_it, from_it)) == said
 
 
+@pytest.mark.long
 def test_the_rates_are_those_of_the_link() -> None:
     """Test on an emulated link of 0.2 Gbit/s each way. A busy machine measures less, and none measures much more."""
     needs_hosts()

@@ -72,8 +72,15 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     return made
 
 
+SLOW = ("two-workers", "large-model", "nccl")
+"""Measurements with processes that load torch, or with a larger model."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", gpu_measurements.MEASUREMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in gpu_measurements.MEASUREMENTS],
+)
 def test_each_measurement_is_rehearsed(name: str, rehearsal: Rehearsal) -> None:
     if name == "nccl" and "plane" not in inspect.signature(gradserver.connect).parameters:
         with pytest.raises(gpu_measurements.UnavailableError, match="no direct plane"):
@@ -110,6 +117,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "has no no-such-package: install them there, or put them on PYTHONPATH" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_lines_that_fail_or_hang_cost_no_other_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

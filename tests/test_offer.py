@@ -240,7 +240,7 @@ def test_one_that_demands_a_plane_demands_it_of_all(server: TcpServer) -> None:
 
 
 def test_different_demands_are_an_error_that_names_both(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Task(connect, server.url, 0, 2, name="w0", plane="shm", timeout=3.0)
+    first = Task(connect, server.url, 0, 2, name="w0", plane="shm", timeout=1.5)
     wait_until(lambda: server._runtime.snapshot()["groups"], "the first has come")
     monkeypatch.setenv("GRADSERVER_PLANE", "tcp")
     with pytest.raises(DisagreementError, match=r"'w1' demands plane 'tcp' .* and 'w0' demands 'shm'"):

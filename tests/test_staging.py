@@ -411,8 +411,14 @@ def results_of(
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("channel", ["memory", "tcp", "shm"])
+@pytest.mark.parametrize(
+    ("channel", "pace"),
+    [
+        pytest.param(channel, pace, marks=() if (channel, pace) == ("shm", "late") else pytest.mark.long)
+        for channel in ("memory", "tcp", "shm")
+        for pace in PACES
+    ],
+)
 def test_payloads_of_a_device_give_the_bits_of_the_host(
     pace: Pace, wire: str, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +431,7 @@ def test_payloads_of_a_device_give_the_bits_of_the_host(
         assert all(map(torch.equal, results, found[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_payloads_of_several_data_shards(wire: str) -> None:
     found = []
