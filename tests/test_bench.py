@@ -514,6 +514,7 @@ def test_conclusions() -> None:
 # ── a large model ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_large_model_trains_over_each_channel(dtype: str) -> None:
     small = ("--width", "64", "--blocks", "2", "--vocabulary", "512", "--context", "8", "--steps", "2")

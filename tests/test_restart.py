@@ -136,9 +136,9 @@ def test_no_bit_depends_on_a_coordinator_that_is_killed(channel: str, wire: str,
     ("channel", "wire", "program"),
     [
         ("tcp", "int8", "restart_in_pieces.py"),
-        ("shm", "fp32", "restart_in_pieces.py"),
-        ("tcp", "int8", "restart_on_device.py"),
-        ("shm", "fp32", "restart_on_device.py"),
+        pytest.param("shm", "fp32", "restart_in_pieces.py", marks=pytest.mark.long),
+        pytest.param("tcp", "int8", "restart_on_device.py", marks=pytest.mark.long),
+        pytest.param("shm", "fp32", "restart_on_device.py", marks=pytest.mark.long),
     ],
 )
 def test_buckets_that_fill_meanwhile_survive_it_too(channel: str, wire: str, program: str, tmp_path: Path) -> None:

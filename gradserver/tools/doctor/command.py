@@ -44,7 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, told: Callable[[], Offer]) -> int:
     """Examine, print, and return the exit status. ``told`` gives what this process can do as a worker, with torch."""
-    logging.getLogger("gradserver").setLevel(logging.CRITICAL)  # workers of the measurement say nothing
+    log = logging.getLogger("gradserver")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # workers of the measurement say nothing
+    try:
+        return _examined(arguments, told)
+    finally:
+        log.setLevel(level)
+
+
+def _examined(arguments: argparse.Namespace, told: Callable[[], Offer]) -> int:
     url = arguments.url or os.environ.get("GRADSERVER_URL") or ""
     if url:
         try:
