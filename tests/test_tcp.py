@@ -21,7 +21,7 @@ from gradserver.protocol.errors import (
     WorkerLostError,
 )
 from gradserver.protocol.limits import COORDINATOR_SILENCE
-from gradserver.protocol.messages import Present
+from gradserver.protocol.messages import Ping, Present
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.transport.beacon import Beacon
@@ -350,3 +350,23 @@ def test_closing_does_not_hang_when_a_presence_is_about_to_say_that_it_is_there(
     Task(channel.close).result()
 
     assert isinstance(sent[0], ClosedError)
+
+
+def test_a_thread_that_sends_while_a_loss_is_told_gets_that_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that it does not end the membership first, with the error of a worker that was closed."""
+    with Daemon() as daemon, joined(daemon.url, 1, channel="tcp") as (worker,):
+        session, seen = worker._session, list[BaseException]()
+        lost = session.lost
+
+        def told(error: GradServerError) -> None:
+            try:
+                session.traffic.channel.send(Ping())
+            except GradServerError as meanwhile:
+                seen.append(meanwhile)
+            lost(error)
+
+        monkeypatch.setattr(session, "lost", told)
+        session.traffic.channel.watch(lambda: False)  # its own thread reads
+        daemon.send_signal(signal.SIGKILL)
+        wait_until(lambda: worker.closed, "the loss is noticed")
+    assert [type(error) for error in seen] == [ConnectionLostError]

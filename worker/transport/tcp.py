@@ -82,6 +82,8 @@ class TcpChannel:
         self._reading = threading.Lock()
         self._closing = False
         """True once nothing is sent or received any more."""
+        self._broke: GradServerError | None = None
+        """The loss that ended the connection. A thread that sends meanwhile may tell of it first."""
         self._closed = False
         self._wakeup = Wakeup()
         self._wake = self._wakeup.wake
@@ -274,7 +276,7 @@ class TcpChannel:
         line = self._lines[shard]
         with self._lock:
             if self._closing:
-                raise ClosedError("this worker is closed")
+                raise ClosedError("this worker is closed") if self._broke is None else self._broke.again()
             if line.sends_locally and self._send_locally(line, header, payloads):
                 return
             header = line.numbers.numbered(header)
@@ -394,6 +396,7 @@ class TcpChannel:
         except GradServerError as error:
             with self._lock:
                 self._closing = True
+                self._broke = error if isinstance(error, ConnectionError) else None
                 for line in self._lines:
                     line.give_up()
             if self._lines[0].receiver is not None:
