@@ -35,7 +35,7 @@ from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.meeting import with_store
-from gradserver.worker.offer import offer_of
+from gradserver.worker.offer import LOCAL_VARIABLES, offer_of
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.farewell import Farewell
 from gradserver.worker.transport.greeting import takes_no_workers
@@ -55,7 +55,6 @@ _ASKING_SECONDS = 0.5
 """Seconds that a listener which breaks a connection without a word may take to say what it is."""
 # Of torchrun and `gradserver run`, Open MPI, MPICH and Intel MPI, Slurm. Processes of an mpirun within a Slurm job
 # inherit what Slurm tells the job's script, so Slurm's come last.
-_LOCAL_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
@@ -327,7 +326,7 @@ def _default_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return a name to return by, after this process ends, if the environment tells processes of a host apart."""
     if environment.get("GRADSERVER_NAME"):
         return environment["GRADSERVER_NAME"]
-    local = next((environment[name] for name in _LOCAL_VARIABLES if environment.get(name)), str(os.getpid()))
+    local = next((environment[name] for name in LOCAL_VARIABLES if environment.get(name)), str(os.getpid()))
     return f"{socket.gethostname()}:{local}"
 
 

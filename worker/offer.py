@@ -23,7 +23,8 @@ from gradserver.protocol.planes import AUTO, DIRECT, GLOO, NCCL
 
 T = TypeVar("T")
 
-_LOCAL_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+LOCAL_VARIABLES: Final = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""Variables with the place of a process on its host: of torchrun and `gradserver run`, mpirun, and Slurm last."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _UUID: Final = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -122,7 +123,7 @@ def _own_device(torch: Any, count: int, environment: Mapping[str, str] = os.envi
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if current:
         return int(current)
-    place = next((environment[name] for name in _LOCAL_VARIABLES if environment.get(name)), "0")
+    place = next((environment[name] for name in LOCAL_VARIABLES if environment.get(name)), "0")
     return int(place) % count if place.isdecimal() else 0
 
 

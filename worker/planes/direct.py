@@ -123,6 +123,8 @@ class DirectPlane:
     def _begin(self) -> None:
         self._signal: Signal | None = None
         self._given: dict[int, _Given] = {}
+        self._next = 0
+        """Place in that order of the bucket that is reduced next."""
         self._under_way: dict[int, Reduction] = {}
         self._outcomes: dict[int, _Outcome] = {}
         self._writers: dict[int, dict[int, Any]] = {}
@@ -158,10 +160,11 @@ class DirectPlane:
         if self._fallen:
             self._through.push(index, flat, weight, present)
             return
-        kept = None if index in self._ordered else flat.clone()
+        is_mean = self._is_mean(index)
+        kept = None if is_mean else flat.clone()
         self._given[index] = _Given(flat, weight, present, kept)
         try:
-            if index in self._ordered:
+            if is_mean:
                 self._reduce_in_order()
             else:
                 self._reduce(index)
@@ -216,12 +219,13 @@ class DirectPlane:
         except (GradServerError, RuntimeError) as error:
             self._fall(error)
 
+    def _is_mean(self, index: int) -> bool:
+        return self._plan.buckets[index].op is Op.MEAN
+
     def _reduce_in_order(self) -> None:
-        for index in self._ordered:
-            if index not in self._given:
-                return
-            if index not in self._under_way:
-                self._reduce(index)
+        while self._next < len(self._ordered) and (index := self._ordered[self._next]) in self._given:
+            self._next += 1
+            self._reduce(index)
 
     def _reduce(self, index: int) -> None:
         """Begin the reduction of a bucket, in memory of its own."""
@@ -333,7 +337,7 @@ class DirectPlane:
         on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for index, given in self._given.items():
             self._await(index)
-            if passes_on or index not in self._ordered:
+            if passes_on or not self._is_mean(index):
                 continue
             mean = self._scratch.get(index, given.flat)
             flag = torch.isfinite(mean.sum())  # a sum is finite if all its terms are, unless it overflows

@@ -21,7 +21,7 @@ WEIGHED = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.COMMIT})
 _SCATTERS: Final = Kind.REDUCE_SCATTER
 
 NO_LAYOUT: Final = Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
-"""That of an exchange which failed before it began."""
+"""Layout of an exchange that failed before it began."""
 _NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
 _NOTHING: Final[Mapping[int, Any]] = MappingProxyType({})
 """One for all exchanges: of most there is nothing to say, and there may be many."""

@@ -74,7 +74,7 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
             if why := commits.why_void(group, member_id, key, push.epoch):
                 commits.void(group, key, why, effects)
                 return None
-        elif exchange is None and key.stream == BUCKET and group.rounds:
+        elif exchange is None and key.stream == BUCKET and _may_skip(group, key):
             commits.give_way(group, key, effects)
         if exchange is None and (error := group.exchanges.failed_before.get(key)) is not None:
             say_failed(group, member_id, key, error, effects)
