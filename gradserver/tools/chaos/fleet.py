@@ -18,11 +18,16 @@ from gradserver.tools.chaos import generator
 from gradserver.tools.chaos.evidence import HEARD, LEDGER
 from gradserver.tools.chaos.program import Settings
 from gradserver.tools.chaos.schedule import Way
+from gradserver.tools.common.forks import ForkServer
 from gradserver.tools.common.netns import Lab
-from gradserver.tools.common.processes import Child, Family, RunError, listening_url, single_threaded
+from gradserver.tools.common.processes import Child, Family, RunError, Starter, listening_url, single_threaded
 
 SILENCE: Final = 60.0
 """Seconds in which a started process must print its first line."""
+_IMPORTS: Final = ("gradserver.tools.chaos.directly", "gradserver.worker.connect")
+"""Imports of a worker that reduces gradients with others: torch takes seconds, and more on a busy machine."""
+_IMPORTED: Final = 300.0
+"""Seconds in which they must be imported."""
 COORDINATOR: Final = ("-m", "gradserver")
 """Arguments with which Python runs a coordinator."""
 DONE: Final = "done"
@@ -81,6 +86,10 @@ class Fleet(Family):
         self._seed = seed | generator.COARSE if plane == "direct" else seed
         self._ways, self._pace, self._shards, self._plane = ways, pace, shards, plane
         self._sizes = f"{minimum}:{len(ways) + 2}"
+        self._forks: ForkServer | None = None
+        """Origin of the workers' processes, if these import torch."""
+        if plane != "auto" and lab is None:
+            self._forks = ForkServer(_IMPORTS, self._environment, folder / "forks.log")
         self._heard = (folder / HEARD).open("wb", buffering=0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -114,6 +123,8 @@ class Fleet(Family):
 
     def begin(self) -> None:
         """Start everything, and wait until all workers have finished a round."""
+        if self._forks is not None:
+            self._forks.await_ready(_IMPORTED)
         self._start_coordinator("127.0.0.1:0" if self.lab is None else f"{self.lab.coordinator_address()}:7411")
         for way, module in ((Way.RELAY, "relay"), (Way.WIRE, "wires")):
             names = [name for name, one in self._ways.items() if one is way]
@@ -143,15 +154,17 @@ class Fleet(Family):
         url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
         channel = "auto" if way is Way.DIRECT else "tcp"
         settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world, self._plane)
-        self._start(name, "-m", "gradserver.tools.chaos.program", settings.to_json())
+        starter = self._forks.start if self._forks is not None else None
+        self._start(name, "-m", "gradserver.tools.chaos.program", settings.to_json(), starter=starter)
 
-    def _start(self, name: str, *arguments: str) -> Child:
+    def _start(self, name: str, *arguments: str, starter: Starter | None = None) -> Child:
         prefix: list[str] = []
         if self.lab is not None:
             host = self.hosts.get(name)
             prefix = self.lab.coordinator_prefix() if host is None else self.lab.worker_prefix(host)
         log = f"{name} {next(self._number)}"
-        child = self._by_name[name] = self.start(name, *arguments, prefix=prefix, last=signal.SIGKILL, log=log)
+        options: dict[str, Any] = {"prefix": prefix, "last": signal.SIGKILL, "log": log, "starter": starter}
+        child = self._by_name[name] = self.start(name, *arguments, **options)
         return child
 
     def _first_line(self, child: Child) -> str:
@@ -371,6 +384,8 @@ class Fleet(Family):
             if child.name != "coordinator":
                 child.process.kill()
         super().close()
+        if self._forks is not None:
+            self._forks.close()
         self._heard.close()
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Final, Self
+from typing import IO, Any, Final, Protocol, Self
 
 STOP_SECONDS = 5.0  # between asking a process to end and killing it
 _LAST_WORDS: Final = 12
@@ -28,11 +28,49 @@ class RunError(Exception):
     """The run cannot continue. The text is for people and says what to do, perhaps in several lines."""
 
 
+class Process(Protocol):
+    """A process with pipes: a `subprocess.Popen`, or one that a `gradserver.tools.common.forks.ForkServer` has made."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any:
+        """The exit status, as far as it is known."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Pipe to its standard input."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Pipe from its standard output."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None if it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it ends. Return the exit status."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, if it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Starter = Callable[[Sequence[str], int, signal.Signals], Process]
+"""Start of a process with these arguments of Python, this descriptor for its standard error, and this last signal."""
+
+
 class Child:
     """Process ``prefix… python arguments…``. Its standard error goes to the file `log`.
 
     It takes lines on its standard input, and prints lines. It gets the signal ``last`` when its parent has ended. If it
-    ``keeps_log``, an earlier process's lines stay in the log.
+    ``keeps_log``, an earlier process's lines stay in the log. With ``starter``, this starts it, in the environment that
+    the starter has.
 
     Attributes:
         lines: lines that it has printed and that were not taken yet.
@@ -48,6 +86,7 @@ class Child:
         prefix: Sequence[str] = (),
         last: signal.Signals = signal.SIGTERM,
         keeps_log: bool = False,
+        starter: Starter | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -56,7 +95,11 @@ class Child:
         self._unread = b""
         # A signal during the fork would raise its exception in some module's fork hook, and be lost.
         with log.open("ab" if keeps_log else "wb") as errors, uninterrupted() as mask:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            self.process: Process
+            if starter is not None:
+                self.process = starter(arguments, errors.fileno(), last)
+                return
+            self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-P", *arguments],  # -P: the current folder must not be imported from
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -136,10 +179,11 @@ class Family:
         prefix: Sequence[str] = (),
         last: signal.Signals = signal.SIGTERM,
         log: str = "",
+        starter: Starter | None = None,
     ) -> Child:
         """Start ``prefix… python arguments…``, with its log in `folder` under its name or ``log``."""
         path = self.folder / f"{(log or name).replace(' ', '-')}.log"
-        child = Child(name, arguments, self._environment, path, prefix, last)
+        child = Child(name, arguments, self._environment, path, prefix, last, starter=starter)
         self.children.append(child)
         self._selector.register(child.output, selectors.EVENT_READ, child)
         return child
@@ -279,6 +323,11 @@ def uninterrupted() -> Iterator[set[int]]:
 def before_exec(parent: int, mask: set[int], last: signal.Signals) -> None:
     """Request, in the child, a ``last`` signal when the parent ends. It ends daemons after their run was killed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    die_with_parent(parent, last)
+
+
+def die_with_parent(parent: int, last: int) -> None:
+    """Request a ``last`` signal for this process when its parent ends, and end at once if it has."""
     _LIBC.prctl(_SET_DEATH_SIGNAL, last)
     if os.getppid() != parent:  # it ended before the request
         os._exit(1)
