@@ -54,6 +54,8 @@ class Forked:
         self.stdin: IO[bytes] = os.fdopen(stdin, "wb")
         self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
         self.pid = int(self._news.read(_NUMBER) or 0)
+        if not self.pid:
+            self._take_end()
 
     def poll(self) -> int | None:
         """Return the exit status, or None if it runs."""
@@ -132,17 +134,21 @@ class ForkServer:
         theirs = stdin[0], stdout[1], errors, news[1]
         try:
             socket.send_fds(self._line, [json.dumps([int(last), *arguments]).encode()], theirs)
-        except BrokenPipeError:
-            raise self._lost() from None
+        except OSError:  # it has ended, or was closed
+            pass
         finally:
             for descriptor in (stdin[0], stdout[1], news[1]):
                 os.close(descriptor)
         made = Forked(news[0], stdin[1], stdout[0])
         if not made.pid:
+            made.stdin.close()
+            made.stdout.close()
             raise self._lost()
         return made
 
     def _lost(self) -> RunError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS_SECONDS)  # it says why, and ends
         words = self._log.read_text("utf-8", "replace").splitlines()[-_LAST_WORDS:]
         return RunError("\n".join(["the fork server has ended:", *(f"  | {line}" for line in words)]))
 
