@@ -38,8 +38,16 @@ def family(tmp_path: Path) -> Iterator[Family]:
 
 def start(family: Family, forks: ForkServer, name: str, *arguments: str) -> Child:
     child = family.start(name, "-m", PROGRAM, *arguments, starter=forks.start)
-    wait_until(lambda: bool(family.hear(0.1) and child.lines), "it says who it is")
+    await_line(family, child)
     return child
+
+
+def await_line(family: Family, child: Child) -> None:
+    def has_come() -> bool:
+        family.hear(0.1)
+        return bool(child.lines)
+
+    wait_until(has_come, f"{child.name} says something")
 
 
 def state_of(pid: int) -> str:
@@ -58,7 +66,7 @@ def test_a_process_has_its_own_id_session_arguments_pipes_and_log(family: Family
         assert child.process.poll() is None
         child.say(f"line {number}")
     for number, child in enumerate(children):
-        wait_until(lambda child=child: bool(family.hear(0.1)) and bool(child.lines), "it echoes")  # type: ignore[misc]
+        await_line(family, child)
         assert child.lines == [f"line {number}"]
         assert child.last_words(1) == [f"heard line {number}"]
         child.hang_up()
