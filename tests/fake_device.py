@@ -30,6 +30,9 @@ class FakeEvent:
             stream, count = self.point
             stream.run_up_to(count)
 
+    def query(self) -> bool:
+        return self.point is None or self.point[0].has_done(self.point[1])
+
 
 class FakeStream:
     """Operations in order, of which some are done."""
@@ -53,6 +56,9 @@ class FakeStream:
                 operation = self._queue.popleft()
                 operation()
                 self._done += 1
+
+    def has_done(self, count: int) -> bool:
+        return self._done >= count
 
     def wait_event(self, event: Any) -> None:
         with self._device.mutex:

@@ -213,7 +213,7 @@ def test_a_lock_that_fails_spoils_no_kernel() -> None:
 
 
 def test_shared_memory_is_locked() -> None:
-    with coordinator({"default": 1}) as server, connect(server.url, 0, 1, channel="shm") as worker:
+    with coordinator({"default": 1}) as server, connect(server.url, 0, 1, plane="shm") as worker:
         model = DistributedDataParallel(Transformer().cuda(), worker)
         loss_of(model, *(tensor.cuda() for tensor in tokens(0, 4))).backward()
         (copier,) = (one for one in model._rounds._plane._devices.values() if one is not None)  # type: ignore[attr-defined]

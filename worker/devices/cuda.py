@@ -108,3 +108,8 @@ def fetch(tensor: Tensor) -> Tensor:
     event.record(torch.cuda.current_stream(tensor.device))
     event.synchronize()
     return host
+
+
+def fetch_whole(scalar: Tensor) -> int:
+    """Return the value of an integer or a bool, which may be on a CUDA device, as `fetch` does."""
+    return int(scalar if scalar.device.type == "cpu" else fetch(scalar))

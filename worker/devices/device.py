@@ -17,6 +17,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait, in the calling thread, until the stream has passed it."""
 
+    def query(self) -> bool:
+        """Return whether the stream has passed it."""
+
 
 class Stream(Protocol):
     """Work of a device, done in order."""

@@ -15,6 +15,9 @@ touched.
 Gloo can end no reduction that waits for a member which is stopped, and its sockets stay open. Then its threads wait
 for `_STUCK_SECONDS`, and write to memory that nothing else uses any more. NCCL kernels end when they are aborted. All
 communicators of a process are aborted together: one by one, they can wait for each other (pytorch#119797).
+
+On a CUDA device a stream of this module waits for NCCL, and neither a thread nor the stream of the computation does:
+backward goes on beside a reduction.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -35,6 +38,8 @@ from torch import Tensor, distributed
 
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import Op
+from gradserver.worker.devices.cuda import open_device
+from gradserver.worker.devices.device import Device, Stream
 
 log = logging.getLogger("gradserver")
 
@@ -48,13 +53,38 @@ _OPS: Final[dict[Op, Any]] = {
     Op.MAX: dist.ReduceOp.MAX,
     Op.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-_QUIET: Final = {
+_SETTINGS: Final = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Settings with which torch's watchdog reports and never ends the process: deadlines are the coordinator's."""
+"""Settings of a process group with NCCL, which torch reads when it makes one.
+
+From torch 2.6 on the first one leaves out the watchdog: deadlines are the coordinator's. A watchdog that sees an error
+holds a lock for a minute, which the next reduction needs. It also has the watchdog of a script's own group end the
+process. The other settings keep those of an older torch from that.
+"""
+_settings_lock = threading.Lock()
+
+
+@contextmanager
+def _with_settings() -> Iterator[None]:
+    """Set torch's settings in the body, and no longer: a script's own groups have its own ones."""
+    with _settings_lock:
+        before = {name: os.environ.get(name) for name in _SETTINGS}
+        os.environ.update(_SETTINGS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 _ENDING_SECONDS: Final = 3.0
@@ -120,19 +150,28 @@ class Signal:
         _in_background(heed, "abort")
 
 
-class Reduction:
-    """A reduction or broadcast that is under way."""
+class _Queue(NamedTuple):
+    """A device with a stream that waits for reductions."""
 
-    def __init__(self, work: Any, tensor: Tensor, signal: Signal) -> None:
+    device: Device
+    stream: Stream
+
+
+class Reduction:
+    """A reduction or broadcast that is under way. ``queue``: None on the CPU."""
+
+    def __init__(self, work: Any, tensor: Tensor, signal: Signal, queue: _Queue | None = None) -> None:
         self._work, self._tensor, self._signal = work, tensor, signal
         self._event: Any = None
         self._is_done = False
-        if tensor.is_cuda:
-            work.wait()  # the current stream waits, and not this thread
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
+        if queue is None:
             work.get_future().add_done_callback(self._note_done)
+            return
+        queue.device.run(work.synchronize, queue.stream)
+        self._event = queue.device.new_event()
+        queue.stream.record_event(self._event)
+        # The tensor may be freed before NCCL has ended, when a round is void.
+        queue.device.keep(tensor, queue.stream)
 
     def _note_done(self, _: object) -> None:
         """Note that gloo is done. It says so before ``is_completed`` is true."""
@@ -140,7 +179,7 @@ class Reduction:
         self._signal.wake()
 
     def wait(self, timeout: float) -> None:
-        """Wait until the result is in the tensor.
+        """Wait until the result is in the tensor, for all streams of a device.
 
         Raises:
             GradServerError: what interrupted the wait.
@@ -148,18 +187,26 @@ class Reduction:
             TimeoutError: it is not done in time.
         """
         if self._event is not None:
-            self._event.synchronize()  # an abort in another thread ends it
-            if self._signal.error is not None:
-                raise self._signal.error.again()
-            if (failed := self._work.exception()) is not None:
-                raise RuntimeError(str(failed))
-            return
-        if not self._signal.wait_until(lambda: self._is_done, timeout):
+            self._wait_for_event(timeout)
+        elif not self._signal.wait_until(lambda: self._is_done, timeout):
             raise TimeoutError(f"a reduction is not done after {timeout:g} s")
         if self._is_done:
             self._work.wait()  # raises what made it fail
         elif self._signal.error is not None:
             raise self._signal.error.again()
+
+    def _wait_for_event(self, timeout: float) -> None:
+        """Wait for the device. What interrupts the wait aborts NCCL, and so ends it."""
+        if not self._event.query():
+            late = BackendUnavailableError(f"a reduction is not done after {timeout:g} s")
+            alarm = threading.Timer(timeout, self._signal.interrupt, [late])
+            alarm.daemon = True
+            alarm.start()
+            try:
+                self._event.synchronize()
+            finally:
+                alarm.cancel()
+        self._is_done = self._signal.error is None
 
 
 class Communicator:
@@ -178,8 +225,13 @@ class Communicator:
         self, store: str, name: str, rank: int, world: int, devices: Iterable[torch.device], host: str
     ) -> None:
         self._address, self._name, self._rank, self._world = store, name, rank, world
-        self._devices = sorted({device.type: device for device in devices}.items())
+        self._devices: dict[str, list[torch.device]] = {}
+        for device in sorted(set(devices), key=lambda one: (one.type, one.index or 0)):
+            self._devices.setdefault(device.type, []).append(device)
+        self._queues: dict[torch.device, _Queue | None] = {}
         self._host = host
+        self._begun: dict[str, Any] = {}
+        """Groups that are being formed."""
         self._groups: dict[str, Any] = {}
         self._given_up = False
         self._lock = threading.Lock()
@@ -210,9 +262,11 @@ class Communicator:
             host, _, port = self._address.rpartition(":")
             limit = timedelta(seconds=timeout)
             store = dist.TCPStore(host, int(port), None, False, limit)
-            made = {kind: self._group(kind, device, store, limit) for kind, device in self._devices}
+            for kind in self._devices:
+                self._begun[kind] = made = self._group(kind, store, limit)
+                self._connect(kind, made)
             with self._lock:
-                self._groups = made
+                self._groups = dict(self._begun)
                 given_up = self._given_up
             if given_up:
                 self.give_up()
@@ -220,17 +274,14 @@ class Communicator:
             self.failed = error
         signal.wake()
 
-    def _group(self, kind: str, device: torch.device, store: Any, limit: timedelta) -> Any:
+    def _group(self, kind: str, store: Any, limit: timedelta) -> Any:
         named = dist.PrefixStore(f"{self._name}/{kind}", store)
         if kind == "cuda":
-            os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timedelta(days=365)
-            with torch.cuda.device(device):
-                made = nccl(named, self._rank, self._world, options)
-                made.allreduce([torch.zeros(1, device=device)]).wait()  # connects now, and not in the first round
-            return made
+            with _with_settings():
+                return nccl(named, self._rank, self._world, options)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         if self._host:
@@ -238,32 +289,53 @@ class Communicator:
         options._timeout = max(limit, timedelta(seconds=_STUCK_SECONDS))
         return gloo(named, self._rank, self._world, options)
 
+    def _connect(self, kind: str, made: Any) -> None:
+        """Connect NCCL now, and not in the first round: for each device, in the same order at all members."""
+        if kind == "cuda":
+            for device in self._devices[kind]:
+                made.allreduce([torch.zeros(1, device=device)]).wait()
+
     def all_reduce(self, tensor: Tensor, op: Op, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by its combination over all members."""
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return Reduction(self._begin("allreduce", tensor, options), tensor, signal)
+        return self._begin("allreduce", tensor, tensor, options, signal)
 
     def broadcast(self, tensor: Tensor, rank: int, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by that of ``rank``."""
         options = dist.BroadcastOptions()
         options.rootRank = rank
-        return Reduction(self._begin("broadcast", tensor, options), tensor, signal)
+        return self._begin("broadcast", tensor, tensor.view(torch.uint8), options, signal)  # NCCL knows not all types
 
-    def _begin(self, what: str, tensor: Tensor, options: Any) -> Any:
+    def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
         groups = self._groups  # another thread may give up meanwhile
         if tensor.device.type not in groups:
             raise RuntimeError("the communicators of this epoch were given up")
-        return getattr(groups[tensor.device.type], what)([tensor], options)
+        work = getattr(groups[tensor.device.type], what)([sent], options)
+        return Reduction(work, tensor, signal, self._queue(tensor.device))
+
+    def _queue(self, device: torch.device) -> _Queue | None:
+        if device not in self._queues:
+            opened = open_device(device)
+            self._queues[device] = None if opened is None else _Queue(opened, opened.new_stream())
+        return self._queues[device]
 
     def give_up(self) -> None:
         """End all that is under way, and free the communicators. A second call does nothing."""
         with self._lock:
-            groups, self._groups, self._given_up = self._groups, {}, True
-        if "cuda" in groups:
-            with suppress(RuntimeError):
-                groups["cuda"].abort()
-        # Gloo's destructor waits for its threads, which may wait for a member that is stopped. Nothing here refers to
-        # the group by itself, so that the destructor runs in the thread that clears.
+            groups = {**self._begun, **self._groups}
+            self._groups, self._begun, self._given_up = {}, {}, True
+        # NCCL may take its time. Gloo's destructor waits for its threads, which may wait for a member that is stopped.
+        # Nothing here refers to a group by itself, so that destructors run in the thread that clears.
         if groups:
-            _in_background(groups.clear, "give-up")
+            _in_background(_end, "give-up", groups)
+
+
+def _end(groups: dict[str, Any]) -> None:
+    """Abort NCCL, and let the destructors of all run."""
+    if "cuda" in groups:
+        with suppress(RuntimeError):
+            abort = getattr(groups["cuda"], "abort", None) or groups["cuda"]._shutdown  # its name before torch 2.6
+            abort()
+            del abort
+    groups.clear()

@@ -39,7 +39,7 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
-from gradserver.worker.devices.cuda import fetch
+from gradserver.worker.devices.cuda import fetch, fetch_whole
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.waiter import NotFinite
 from gradserver.worker.planes.commit import mark
@@ -273,9 +273,9 @@ class DirectPlane:
     def _first(self, given: _Given, communicator: Communicator, signal: Signal) -> int:
         """Return the lowest rank that has something to give; the world size if none has."""
         gives = given.present and given.weight > 0
-        rank = torch.tensor([self._worker.rank if gives else self._worker.world_size], device=given.flat.device)
+        rank = torch.full((1,), self._worker.rank if gives else self._worker.world_size, device=given.flat.device)
         communicator.all_reduce(rank, Op.MIN, signal).wait(self._limit)
-        return int(rank)
+        return fetch_whole(rank)
 
     def _await(self, index: int) -> None:
         reduction = self._under_way.get(index)
@@ -340,7 +340,8 @@ class DirectPlane:
             if passes_on or not self._is_mean(index):
                 continue
             mean = self._scratch.get(index, given.flat)
-            flag = torch.isfinite(mean.sum())  # a sum is finite if all its terms are, unless it overflows
+            # A sum is finite if all its terms are, unless it overflows, as it soon does with fp16.
+            flag = torch.isfinite(mean.sum(dtype=torch.float32 if mean.dtype == torch.float16 else None))
             if mean.device.type != "cpu":
                 on_device.setdefault(mean.device, []).append((flag, mean))
             elif not flag:
@@ -348,7 +349,7 @@ class DirectPlane:
         for found in on_device.values():
             flags = fetch(torch.stack([flag for flag, _ in found])).tolist()  # one wait, for an event, for all of them
             suspects += [mean for known, (_, mean) in zip(flags, found, strict=True) if not known]
-        return all(bool(torch.isfinite(mean).all()) for mean in suspects)
+        return all(fetch_whole(torch.isfinite(mean).all()) for mean in suspects)
 
     def _find_nonfinite(self) -> bool:
         """Mark this worker's parameters that are not finite, as results are not. Return true if they still are not.
