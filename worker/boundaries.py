@@ -45,6 +45,7 @@ class Boundaries:
         self._donor = donor
         self._pushed = cast(dict[int, Handle], traffic.member.rounds.pushed)
         self._listeners: list[Callable[[Membership], None]] = []
+        self._settling: list[Callable[[], None]] = []
         self._beginning = threading.Lock()
         """Held while a round begins."""
         self._begun = -1, 0
@@ -136,11 +137,38 @@ class Boundaries:
         with self._traffic.mutex:
             self._member.rounds.begin_again()
 
+    # ── collectives of members among themselves ───────────────────────────────────────────────────────
+
+    def watch(self, watch: Handle) -> None:
+        """Have ``watch`` done when a member of this membership has departed, or the membership ends."""
+        traffic, member = self._traffic, self._member
+        with traffic.mutex:
+            traffic.check_open()
+            gone = member.rounds.announced.watch(member.identity.membership.member_ids, watch)
+        for handle in gone:
+            handle._complete(None)
+        traffic.channel.watch(member.idle)  # the word comes while no thread waits at the channel
+
+    def unwatch(self, watch: Handle) -> None:
+        """Forget a handle that `watch` has got."""
+        with self._traffic.mutex:
+            self._member.rounds.announced.unwatch(watch)
+
+    def on_settle(self, settle: Callable[[], None]) -> None:
+        """Have ``settle`` called in `settle`: it waits for what was begun and has yet to be numbered."""
+        self._settling.append(settle)
+
+    def settle(self) -> None:
+        """Wait for calls that have yet to be numbered. What follows is of another round, membership or order."""
+        for settle in self._settling:
+            settle()
+
     # ── the end of a round ────────────────────────────────────────────────────────────────────────────
 
     @uninterrupted
     def finish_round(self, timeout: float | None, parts: range | None = None) -> None:
         """Wait for every bucket of the round, or of ``parts``, and go on to the next one."""
+        self.settle()
         traffic, member, pushed = self._traffic, self._member, self._pushed
         rounds = member.rounds
         plan = rounds.plan
@@ -211,6 +239,7 @@ class Boundaries:
         """Go by what the failure of a collective says of the membership from now on."""
         if not isinstance(error, MembershipChangedError):
             return
+        self.settle()
         rounds, traffic = self._member.rounds, self._traffic
         handle = traffic.new_handle()
         with traffic.mutex:

@@ -81,6 +81,7 @@ class Worker(SubgroupCalls):
         self.wire: str = self._codec.name
         self._bare: Agreement | None = None
         """The rounds of a group without gradients, which `next_round` ends."""
+        self._under_way = WeakSet()
         self._closes: WeakSet[Closable] = WeakSet()
         """Resources that `close` and `abort` free."""
 

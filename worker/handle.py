@@ -46,6 +46,7 @@ class Handle(Generic[T_co]):
     """
 
     __slots__ = (
+        "__weakref__",
         "_channel",
         "_error",
         "_finish",

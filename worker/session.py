@@ -13,11 +13,12 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
+from gradserver.protocol.exchange import Operation
 from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Split, Welcome
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
 from gradserver.protocol.plan import Plan, Section
@@ -25,6 +26,7 @@ from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
 from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
+from gradserver.worker.member.ends import Destination, Source
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
@@ -88,7 +90,7 @@ class Session:
         self.subgroups: Subgroups[Session] = Subgroups(self)
         self._endings: list[Callable[[], object]] = []
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
-        self.collective, self.transfer = self.traffic.collective, self.traffic.transfer
+        self.transfer = self.traffic.transfer
         self.state_part, self.ask = self.traffic.state_part, self.traffic.ask
         self.check_open, self.idle = self.traffic.check_open, self.member.idle
         self.tell, self.new_handle = self.traffic.tell, self.traffic.new_handle
@@ -146,11 +148,25 @@ class Session:
         self.traffic.channel.send(join)
         return joining
 
+    def collective(
+        self,
+        operation: Operation,
+        source: Source | None,
+        destination: Destination | None,
+        weight: float = 1.0,
+        value: Any = None,
+        background: bool = False,
+    ) -> Handle:
+        """Take part in the group's next collective. See `Traffic.collective`."""
+        self.boundaries.settle()
+        return self.traffic.collective(operation, source, destination, weight, value, background)
+
     def agree(self, plan: Plan, timeout: float | None, beside: bool = False) -> Agreement:
         """Agree with all members to exchange by ``plan``. After a wait that ran out, calling again waits on.
 
         In place of all others; or ``beside`` those that there are.
         """
+        self.boundaries.settle()
         handle = self._propose(plan, beside)
         try:
             section: Section = handle.wait(timeout)

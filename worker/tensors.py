@@ -54,6 +54,11 @@ def wire_dtype(tensor: Any) -> DType:
     return _wire_dtype(tensor.dtype)
 
 
+def numel_of(tensor: Any) -> int:
+    """Return the number of elements of a torch tensor or numpy array."""
+    return int(tensor.numel() if is_torch(tensor) else tensor.size)
+
+
 @cache
 def _wire_dtype(dtype: Any) -> DType:
     if not isinstance(dtype, np.dtype):

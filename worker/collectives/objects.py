@@ -21,8 +21,8 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_OBJECT_BYTES
 from gradserver.worker.collectives.arguments import root_of
-from gradserver.worker.collectives.calls import Collectives
 from gradserver.worker.collectives.pickled import from_pickle, to_pickle
+from gradserver.worker.collectives.rooted import RootedCollectives
 from gradserver.worker.collectives.uneven import agree_on, exchange_parts
 from gradserver.worker.handle import Timeout, seconds
 from gradserver.worker.tree import from_bytes, to_bytes
@@ -33,7 +33,7 @@ _TREE: Final = b"\0"
 _PICKLE: Final = b"\1"
 
 
-class ObjectCollectives(Collectives):
+class ObjectCollectives(RootedCollectives):
     """Collectives of objects among the members of a group.
 
     An object is made of dict, list, tuple, None, bool, int, float, str, bytes, numpy arrays and torch tensors. It

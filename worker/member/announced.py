@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gradserver.protocol.messages import Membership, RoundDone
 from gradserver.worker.member.waiter import Waiter
@@ -28,6 +28,8 @@ class Announced:
         self._epochs: dict[int, int] = {}
         """Epochs in force after rounds that are over for the others, and not for this worker."""
         self._waiting: list[tuple[Callable[[], bool], Waiter]] = []
+        self._watches: list[tuple[frozenset[int], Waiter]] = []
+        """Members that exchange something among themselves, and what waits for word that one has departed."""
 
     def welcomed(self, epoch: int) -> None:
         """Begin with the membership that this worker came into."""
@@ -38,7 +40,32 @@ class Announced:
         if membership.epoch > self._in_force:
             self._memberships[membership.epoch] = membership
         self._latest = max(self._latest, membership.epoch)
-        return self._satisfied()
+        return [*self._satisfied(), *self._broken_up()]
+
+    # ── what members exchange among themselves ────────────────────────────────────────────────────────
+
+    @property
+    def is_watched(self) -> bool:
+        """True if something waits for word that a member has departed."""
+        return bool(self._watches)
+
+    def watch(self, member_ids: Iterable[int], handle: Waiter) -> list[Waiter]:
+        """Have ``handle`` done when one of the members has departed; give it if one has already."""
+        self._watches.append((frozenset(member_ids), handle))
+        return self._broken_up()
+
+    def unwatch(self, handle: Waiter) -> None:
+        """Forget a handle that `watch` has got."""
+        self._watches = [(members, waiter) for members, waiter in self._watches if waiter is not handle]
+
+    def _broken_up(self) -> list[Waiter]:
+        """Give the handles of members that are not all there any more, by what was told."""
+        later = [frozenset(news.member_ids) for news in self._memberships.values()] if self._watches else []
+        done = [handle for members, handle in self._watches if not all(members <= there for there in later)]
+        self._watches = [(members, handle) for members, handle in self._watches if handle not in done]
+        return done
+
+    # ── changes and ends ──────────────────────────────────────────────────────────────────────────────
 
     def take(self, epoch: int, ended: int) -> Membership | None:
         """Take the membership that is in force from now on, behind round ``ended``; None if it is already.
@@ -145,5 +172,6 @@ class Announced:
 
     def give_up(self) -> list[Waiter]:
         """Give the handles that wait for something that will not come."""
-        waiting, self._waiting = self._waiting, []
-        return [handle for _, handle in waiting]
+        waiting, watches = self._waiting, self._watches
+        self._waiting, self._watches = [], []
+        return [*(handle for _, handle in waiting), *(handle for _, handle in watches)]

@@ -341,7 +341,8 @@ class Member:
             return False
         if identity.stage is Stage.JOINING and self.learner.transfer is not None:
             return False
-        return not identity.membership.late and not self.rounds.is_direct and not self.exchanges.is_busy
+        awaits_word = self.rounds.is_direct or self.rounds.announced.is_watched
+        return not identity.membership.late and not awaits_word and not self.exchanges.is_busy
 
     def again(self) -> list[Said]:
         """Give what is said again on a new connection: what the others have yet to agree with, and what is asked."""

@@ -43,6 +43,7 @@ from gradserver.worker.devices.device import Device, Stream
 
 log = logging.getLogger("gradserver")
 
+_C10D: Any = torch._C._distributed_c10d  # AllgatherOptions are nowhere else
 dist: Any = distributed  # torch has not typed its stores and process groups
 
 _STUCK_SECONDS: Final = 60.0
@@ -92,7 +93,7 @@ _ENDING_SECONDS: Final = 3.0
 _background: WeakSet[threading.Thread] = WeakSet()
 
 
-def _in_background(target: Callable[..., object], name: str, *arguments: object) -> None:
+def in_background(target: Callable[..., object], name: str, *arguments: object) -> None:
     """Call ``target`` in a thread of its own, in which torch may block."""
     thread = threading.Thread(target=target, args=arguments, name=f"gradserver-{name}", daemon=True)
     _background.add(thread)
@@ -147,7 +148,7 @@ class Signal:
         return True
 
     def _start(self, heed: Callable[[], None]) -> None:
-        _in_background(heed, "abort")
+        in_background(heed, "abort")
 
 
 class _Queue(NamedTuple):
@@ -245,7 +246,7 @@ class Communicator:
             GradServerError: what interrupted the wait.
             BackendUnavailableError: the members did not find each other. The error says why.
         """
-        _in_background(self._form, "rendezvous", signal, timeout)
+        in_background(self._form, "rendezvous", signal, timeout)
         came = signal.wait_until(lambda: len(self._groups) == len(self._devices) or self.failed is not None, timeout)
         if len(self._groups) == len(self._devices):
             return
@@ -307,12 +308,39 @@ class Communicator:
         options.rootRank = rank
         return self._begin("broadcast", tensor, tensor.view(torch.uint8), options, signal)  # NCCL knows not all types
 
+    def all_gather(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
+        """Begin to put every member's ``tensor`` into ``rows``, one behind the other."""
+        work = self._group_of(tensor)._allgather_base(rows, tensor, _C10D.AllgatherOptions())
+        return Reduction(work, rows, signal, self._queue(rows.device))
+
+    def all_to_all(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
+        """Begin to give each member its part of ``tensor``, and to put their parts for this one into ``rows``."""
+        work = self._group_of(tensor).alltoall_base(rows, tensor, [], [], dist.AllToAllOptions())
+        return Reduction(work, rows, signal, self._queue(rows.device))
+
+    def gather(self, tensor: Tensor, rows: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
+        """Begin to put every member's ``tensor`` into the ``rows`` of ``rank``; the others have none."""
+        options = dist.GatherOptions()
+        options.rootRank = rank
+        work = self._group_of(tensor).gather([] if rows is None else [rows], [tensor], options)
+        return Reduction(work, rows[0] if rows else tensor, signal, self._queue(tensor.device))
+
+    def scatter(self, tensor: Tensor, parts: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
+        """Begin to replace ``tensor`` by the one of the ``parts`` that ``rank`` has for this member."""
+        options = dist.ScatterOptions()
+        options.rootRank = rank
+        work = self._group_of(tensor).scatter([tensor], [] if parts is None else [parts], options)
+        return Reduction(work, tensor, signal, self._queue(tensor.device))
+
     def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
+        work = getattr(self._group_of(tensor), what)([sent], options)
+        return Reduction(work, tensor, signal, self._queue(tensor.device))
+
+    def _group_of(self, tensor: Tensor) -> Any:
         groups = self._groups  # another thread may give up meanwhile
         if tensor.device.type not in groups:
             raise RuntimeError("the communicators of this epoch were given up")
-        work = getattr(groups[tensor.device.type], what)([sent], options)
-        return Reduction(work, tensor, signal, self._queue(tensor.device))
+        return groups[tensor.device.type]
 
     def _queue(self, device: torch.device) -> _Queue | None:
         if device not in self._queues:
@@ -328,7 +356,7 @@ class Communicator:
         # NCCL may take its time. Gloo's destructor waits for its threads, which may wait for a member that is stopped.
         # Nothing here refers to a group by itself, so that destructors run in the thread that clears.
         if groups:
-            _in_background(_end, "give-up", groups)
+            in_background(_end, "give-up", groups)
 
 
 def _end(groups: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ to catch up, or two members that cannot reach each other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -56,14 +57,9 @@ class Directs:
 
     def joined(self, signal: Signal) -> Communicator:
         """Return the communicator of the present epoch, and form it if need be."""
-        here = self.session.membership
         if self.communicator is None:
-            name = f"{here.group}/{self.epoch}/{self.voids}"
-            stores = [offer.store for offer in here.offers]
-            store, host = next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
-            made = Communicator(store, name, here.rank, len(here.member_ids), self.devices, host)
-            self.communicator = made
-            made.form(signal, min(_FORM_SECONDS, self.session.timeout))
+            self.communicator = introduce(self.session, f"{self.epoch}/{self.voids}", self.devices)
+            form(self.communicator, self.session, signal)
         return self.communicator
 
     def void(self) -> None:
@@ -78,6 +74,19 @@ class Directs:
         communicator, self.communicator = self.communicator, None
         if communicator is not None:
             communicator.give_up()
+
+
+def introduce(session: Session, name: str, devices: Iterable[torch.device]) -> Communicator:
+    """Return a communicator of the present members of ``session``, which have yet to find each other."""
+    here = session.membership
+    stores = [offer.store for offer in here.offers]
+    store, host = next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
+    return Communicator(store, f"{here.group}/{name}", here.rank, len(here.member_ids), devices, host)
+
+
+def form(communicator: Communicator, session: Session, signal: Signal) -> None:
+    """Find the other members. See `Communicator.form`."""
+    communicator.form(signal, min(_FORM_SECONDS, session.timeout))
 
 
 _of_worker: WeakKeyDictionary[Worker, Directs] = WeakKeyDictionary()

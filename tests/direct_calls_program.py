@@ -1,0 +1,73 @@
+"""Four workers that call collectives on the direct plane. Two of them stop in the middle of one.
+
+Run as ``direct_calls_program.py URL RANK``. Worker 1 stops when all have prepared an all_reduce, and worker 2 when it
+has the result of an all_gather and has not said so. The others print what they get, and when.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+import gradserver
+from gradserver.protocol.errors import MembershipChangedError
+from gradserver.worker.client import Worker
+from gradserver.worker.planes.calls import DirectCalls
+from tests.worker_programs import say, told
+
+NUMEL = 1 << 20
+
+
+def stop(*_: Any) -> None:
+    say("halfway")
+    told()
+
+
+def stop_before_exchange() -> None:
+    DirectCalls._exchange = stop  # type: ignore[method-assign,assignment]
+
+
+def stop_before_confirmation() -> None:
+    exchange = DirectCalls._exchange
+
+    def exchanged(self: DirectCalls, *arguments: Any) -> bool:
+        exchange(self, *arguments)
+        stop()
+        return True
+
+    DirectCalls._exchange = exchanged  # type: ignore[method-assign,assignment]
+
+
+def gathered(worker: Worker) -> list[float]:
+    rows = worker.all_gather(torch.full((NUMEL,), float(sum(map(ord, worker.name)))))
+    return rows[:, 99].tolist()
+
+
+def main(url: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    with gradserver.connect(url, rank, 4, name=f"w{rank}", timeout=60.0, plane="direct") as worker:
+        tensor = torch.full((NUMEL,), 1.0 + rank)
+        say(f"first {sorted(set(worker.all_reduce(tensor, 'sum').tolist()))}")
+        tensor.fill_(1.0 + rank)
+        if rank == 1:
+            stop_before_exchange()
+        values = sorted(set(worker.all_reduce(tensor, "sum").tolist()))
+        say(f"reduced {time.monotonic()} {worker.world_size} {values}")
+        try:
+            gathered(worker)
+        except MembershipChangedError:
+            say(f"changed {worker.world_size}")
+        if rank == 2:
+            stop_before_confirmation()
+        try:
+            gathered(worker)
+        except MembershipChangedError:
+            say(f"again {time.monotonic()} {worker.world_size}")
+        say(f"gathered {gathered(worker)} {DirectCalls.of(worker._session)._is_broken}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,189 @@
+"""Collectives on the direct plane, between workers of this process, over gloo: what they do on the coordinator's."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradserver
+from gradserver.protocol.errors import CollectiveMismatchError
+from gradserver.worker.client import Worker
+from gradserver.worker.planes import calls as calls_module
+from gradserver.worker.planes.calls import DirectCalls
+from gradserver.worker.planes.communicator import Communicator
+from tests.cluster import STARTED_WITHIN, Daemon, Program, errors, members, together
+
+PROGRAM = Path(__file__).with_name("direct_calls_program.py")
+GOES_ON_WITHIN = 3.0 + 4.0
+"""From a death to the end of its call: what is promised, and what a machine that has other things to do may add."""
+N = 300
+"""Elements of each rank's part: no multiple of anything."""
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the operations that members did among themselves."""
+    found: list[str] = []
+    exchange = DirectCalls._exchange
+
+    def noted(self: DirectCalls, call: Any, *more: Any) -> bool:
+        found.append(str(call.operation))
+        return exchange(self, call, *more)
+
+    monkeypatch.setattr(DirectCalls, "_exchange", noted)
+    return found
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+    """Three workers, whose small tensors go directly, too."""
+    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    with members("direct", 3) as found:
+        yield found
+
+
+def given(rank: int, dtype: torch.dtype = torch.float32, numel: int = 3 * N) -> torch.Tensor:
+    """Return what a rank gives."""
+    numbers = torch.randint(-4, 5, (numel,), generator=torch.Generator().manual_seed(rank))
+    return numbers.to(dtype)
+
+
+def collectives(worker: Worker) -> list[Any]:
+    """Call every collective, and return the results."""
+    rank = worker.rank
+    results: list[Any] = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        results += [worker.all_reduce(given(rank, dtype)), worker.all_reduce(given(rank, dtype), weight=rank + 0.5)]
+        results += [worker.all_reduce(given(rank, dtype), weight=float(rank != 1))]
+    for dtype in (torch.float32, torch.int64, torch.uint8, torch.int8):
+        results += [worker.all_reduce(given(rank, dtype), op) for op in ("sum", "min", "max", "product")]
+    for dtype in (torch.float32, torch.int16, torch.bool, torch.float8_e4m3fn):
+        tensor = given(rank, dtype).reshape(3, N)
+        results += [worker.broadcast(tensor.clone(), 1), worker.all_gather(tensor), worker.all_to_all(tensor)]
+        results += [worker.gather(tensor, 2)]
+        parts = list(given(7, dtype, 9 * N).reshape(3, 3, N)) if rank == 1 else None
+        results += [worker.scatter(tensor.clone(), parts, root=1)]
+    results += [worker.reduce_scatter(given(rank).reshape(3, N)), worker.reduce_scatter(given(rank), "sum")]
+    transposed = given(rank).reshape(N, 3).T
+    results += [worker.all_reduce(transposed, "sum"), worker.all_reduce(given(rank).numpy(), "sum")]
+    results += [worker.all_gather(given(rank).numpy()[::2])]
+    not_numbers = given(rank)
+    not_numbers[rank * 10 : rank * 20] = float("nan")
+    results += [worker.all_reduce(not_numbers.clone()), worker.all_reduce(not_numbers.clone(), "max")]
+    worker.barrier()
+    return results
+
+
+def bits(value: Any) -> bytes:
+    return b"" if value is None else torch.as_tensor(value).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_every_collective_does_what_it_does_over_the_coordinator(workers: list[Worker], exchanged: list[str]) -> None:
+    direct = together(workers, collectives)
+    assert len(exchanged) == 3 * (12 + 16 + 20 + 2 + 3 + 1), "the maximum of what is no number is the coordinator's"
+    with members("memory", 3) as others:
+        through = together(others, collectives)
+    for rank, (ours, theirs) in enumerate(zip(direct, through, strict=True)):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert type(one) is type(other), (rank, place)
+            if one is not None:
+                assert one.dtype == other.dtype
+                assert one.shape == other.shape
+                expected = torch.as_tensor(other).to(torch.complex128)
+                found = torch.as_tensor(one).to(torch.complex128)
+                assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True), (rank, place)
+
+
+def test_calls_that_are_not_waited_for_keep_their_order(workers: list[Worker]) -> None:
+    def work(worker: Worker) -> list[float]:
+        first = worker.all_reduce(torch.full((1000,), 1.0 + worker.rank), async_op=True)
+        second = worker.all_reduce(np.full(1000, 10.0 + worker.rank), "sum", async_op=True)
+        worker.barrier()
+        third = worker.all_gather(torch.full((5,), float(worker.rank)), async_op=True)
+        ends = [third.wait()[:, 0].sum(), second.wait()[0], first.wait()[0]]
+        return [float(end) for end in ends]
+
+    assert together(workers, work) == [[3.0, 33.0, 2.0]] * 3
+
+
+def test_a_call_that_fails_at_one_member_goes_over_the_coordinator_at_all(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exchanged: list[str]
+) -> None:
+    begin = Communicator.all_reduce
+
+    def failing(self: Communicator, *arguments: Any) -> Any:
+        if self._rank == 1:
+            monkeypatch.setattr(Communicator, "all_reduce", begin)
+            raise RuntimeError("the link broke")
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(Communicator, "all_reduce", failing)
+
+    def work(worker: Worker) -> list[float]:
+        return [float(worker.all_reduce(torch.full((1000,), 1.0 + worker.rank), "sum")[7]) for _ in range(12)]
+
+    assert together(workers, work) == [[6.0] * 12] * 3
+    assert "could not do all_reduce(sum) of float32[1000] with the others" in caplog.text
+    assert len(exchanged) == 3 * (1 + 3), "eight calls rest after the one that failed"
+
+
+def test_calls_that_differ_are_an_error_with_both_sides(workers: list[Worker], exchanged: list[str]) -> None:
+    def differ(worker: Worker) -> None:
+        worker.all_reduce(torch.zeros(1000 + worker.rank // 2))
+
+    for error in errors(CollectiveMismatchError, workers, differ):
+        assert "float32[1000]" in error.message
+        assert "float32[1001]" in error.message
+    assert not exchanged
+
+
+def test_a_wrong_tensor_is_refused_before_anything_is_said(workers: list[Worker]) -> None:
+    def work(worker: Worker) -> None:
+        with pytest.raises(gradserver.UnsupportedOperationError):
+            worker.all_reduce(torch.zeros(1000, dtype=torch.int64))
+        with pytest.raises(gradserver.LayoutError):
+            worker.all_reduce(torch.zeros(1).expand(1000))
+        with pytest.raises(gradserver.SizeMismatchError):
+            worker.reduce_scatter(torch.zeros(1000))
+        with pytest.raises(gradserver.InvalidArgumentError, match="stream="):
+            worker.all_reduce(torch.zeros(1000), stream=object())
+        worker.barrier()
+
+    together(workers, work)
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_killed_in_a_direct_collective_leaves_no_half_of_it_and_no_other_waiting() -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60"))
+        arguments = [(str(PROGRAM), daemon.url, str(rank)) for rank in range(4)]
+        found = [stack.enter_context(Program(*each, loaded="torch")) for each in arguments]
+        assert {program.expect("first ", STARTED_WITHIN) for program in found} == {"[10.0]"}
+
+        def kill(rank: int, then: str) -> list[str]:
+            """Kill a worker that has stopped. Return what the others say then, but for when."""
+            found[rank].expect("halfway")
+            killed = time.monotonic()
+            found[rank].send_signal(signal.SIGKILL)
+            found[rank].end()
+            said = [program.expect(then).split(maxsplit=1) for program in found if program.running]
+            assert max(float(moment) for moment, _ in said) - killed < GOES_ON_WITHIN
+            return [rest for _, rest in said]
+
+        assert set(kill(1, "reduced ")) == {"4 [8.0]"}, "the sum of those that are left, in the old membership"
+        left = [program for program in found if program.running]
+        assert {program.expect("changed ") for program in left} == {"3"}
+        assert set(kill(2, "again ")) == {"2"}
+        left = [found[0], found[3]]
+        assert {program.expect("gathered ") for program in left} == {f"{[167.0, 170.0]} False"}
+        assert [program.end() for program in left] == [0, 0]
