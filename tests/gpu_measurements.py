@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradserver
+from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import MIB
 from gradserver.tools.bench import large
 from gradserver.tools.bench.processes import Processes
@@ -31,11 +32,11 @@ from gradserver.tools.demo.model import GPT
 from gradserver.tools.demo.settings import Settings
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.codecs import DEVICE_CODECS
-from gradserver.worker.devices.copies import Copier
 from gradserver.worker.devices.cuda import CudaDevice
 from gradserver.worker.devices.device import Device, Stream
 from gradserver.worker.devices.memory import HostMemory
 from gradserver.worker.devices.staged import PIECE_BYTES
+from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
 from gradserver.worker.torch_ddp import staging
 from tests.models import Convolutional, images, loss_of
 
@@ -63,10 +64,6 @@ class Found:
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
     timeline: list[str] = field(default_factory=list)
-
-
-class UnavailableError(Exception):
-    """The measurement cannot be made here. The text says why."""
 
 
 class Gpu:
@@ -124,12 +121,19 @@ class Gpu:
 
 
 @contextmanager
-def coordinator(workers: int) -> Iterator[str]:
+def coordinator(workers: int, *options: str) -> Iterator[str]:
     """Run a coordinator. Yield its URL."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         serve = "-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", "--workers", str(workers)
-        child = processes.start("coordinator", *serve)
+        child = processes.start("coordinator", *serve, *options)
         yield listening_url(child, processes.lines([child], 60.0)[0])
+
+
+@contextmanager
+def over_the_host() -> Iterator[Worker]:
+    """Connect a worker that is alone and shares memory with its coordinator, so that gradients cross the bus."""
+    with coordinator(1) as url, gradserver.connect(url, 0, 1, plane="shm") as worker:
+        yield worker
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, gpu: Gpu) -> Callable[[], None]:
@@ -162,7 +166,7 @@ def copies(gpu: Gpu) -> Found:
     device, stream = gpu.open(), gpu.open().new_stream()
     flat = torch.ones(nbytes, dtype=torch.uint8, device=gpu.device)
     plain = device.pinned(nbytes)
-    with coordinator(1) as url, gradserver.connect(url, 0, 1, channel="shm") as worker:
+    with over_the_host() as worker:
         memory = HostMemory(device, worker._session.traffic.channel.empty)
         shared = memory.new(nbytes)
         locked = sum(one.nbytes for one in memory._locked)
@@ -225,19 +229,20 @@ class Traced:
 def overlap(gpu: Gpu) -> Found:
     """Copies to the host are hidden behind backward."""
     settings = gpu.settings(batch=8, context=1024 if gpu.scale == 1 else 8)
-    traced, ends, join = Traced(gpu), list[Any](), Copier.join
-    copiers: list[Copier] = []
+    traced, ends, finish = Traced(gpu), list[Any](), staging.Staging.finish
+    finished: list[staging.Staging] = []
 
-    def noted(self: Copier, timeout: float) -> None:
-        copiers.append(self)
-        ends.append(gpu.mark())
-        join(self, timeout)
+    def noted(self: staging.Staging) -> Any:
+        finished.append(self)
+        ends.append(gpu.mark())  # before it waits for anything: this is the end of backward
+        return finish(self)
 
     patched: Any = staging
-    opened, patched.open_device = patched.open_device, lambda _: traced
-    Copier.join = noted  # type: ignore[method-assign]
+    opened = patched.open_device
+    patched.open_device = lambda device: traced if device == gpu.device else opened(device)
+    staging.Staging.finish = noted  # type: ignore[method-assign]
     try:
-        with gradserver.connect(rank=0, world_size=1) as worker:
+        with over_the_host() as worker:
             model, optimizer = model_of(settings, gpu, torch.bfloat16)
             step = step_of(gradserver.DistributedDataParallel(model, worker), optimizer, settings, gpu)
             for _ in range(3):
@@ -248,8 +253,10 @@ def overlap(gpu: Gpu) -> Found:
             step()
             gpu.wait()
     finally:
-        patched.open_device, Copier.join = opened, join  # type: ignore[method-assign]
-    outbound = copiers[-1]._outbound.stream
+        patched.open_device, staging.Staging.finish = opened, finish  # type: ignore[method-assign]
+    copier = finished[-1]._devices[gpu.device]
+    assert copier is not None
+    outbound = copier._outbound.stream
     spans = {True: list[tuple[float, float]](), False: list[tuple[float, float]]()}
     for stream, first, last, _ in traced.copied:
         spans[stream is outbound].append((gpu.seconds(begin, first), gpu.seconds(begin, last)))
@@ -261,7 +268,8 @@ def overlap(gpu: Gpu) -> Found:
         f"{hidden[False]:.0%}; what is left takes {max(tail, 0) * 1e3:.1f} ms"
     )
     figures = {"computed": computed, "tail": tail, "to_host": spans[True], "to_device": spans[False]}
-    return Found(hidden[True] >= 0.9, text, figures, _timeline(computed, spans[True], spans[False]))
+    shown = bool(spans[True]) and hidden[True] >= 0.9
+    return Found(shown, text, figures, _timeline(computed, spans[True], spans[False]))
 
 
 def _share_before(end: float, spans: Sequence[tuple[float, float]]) -> float:
@@ -353,7 +361,7 @@ def _overhead(gpu: Gpu, settings: Settings, worker: Worker) -> Found:
 def waits(gpu: Gpu) -> Found:
     """Torch's sync debug mode, set to error, passes."""
     settings = gpu.settings(width=256, heads=4, blocks=4, hidden=512) if gpu.scale == 1 else gpu.settings()
-    with gradserver.connect(rank=0, world_size=1) as worker:
+    with over_the_host() as worker:
         model, optimizer = model_of(settings, gpu, torch.float32)
         bare = step_of(model, optimizer, settings, gpu)
         wrapped = step_of(gradserver.DistributedDataParallel(model, worker), optimizer, settings, gpu)
@@ -395,7 +403,7 @@ def memory(gpu: Gpu) -> Found:
     settings = gpu.settings(batch=2, context=256 if gpu.scale == 1 else 8)
     peaks, host = {}, 0
     for name in ("bare", "wrapped"):
-        with gradserver.connect(rank=0, world_size=1) as worker:
+        with over_the_host() as worker:
             model, optimizer = model_of(settings, gpu, torch.bfloat16)
             wrapped = gradserver.DistributedDataParallel(model, worker) if name == "wrapped" else model
             step = step_of(wrapped, optimizer, settings, gpu)
@@ -493,23 +501,41 @@ def _codec_rate(gpu: Gpu, name: str) -> float:
 
 
 def nccl(gpu: Gpu) -> Found:
-    """One rank over NCCL, end to end."""
+    """One rank over NCCL, end to end.
+
+    The policy for gradients that are not finite is one with which a worker that is alone reduces all the same.
+    """
     settings = gpu.settings(batch=8, context=1024 if gpu.scale == 1 else 8)
-    connect: Any = gradserver.connect
-    with coordinator(1) as url:
-        try:
-            joined = connect(url, 0, 1, plane="direct")
-        except TypeError as error:
-            raise UnavailableError(f"this version of gradserver has no direct plane: {error}") from None
-        with joined as worker:
-            found = _overhead(gpu, settings, worker)
-            weights = [_trained(gpu, settings, worker if wraps else None) for wraps in (False, False, True)]
+    with (
+        coordinator(1, "--nonfinite", "skip") as url,
+        gradserver.connect(url, 0, 1, plane="direct") as worker,
+        _counting() as reduced,
+    ):
+        found = _overhead(gpu, settings, worker)
+        weights = [_trained(gpu, settings, worker if wraps else None) for wraps in (False, False, True)]
+    there = reduced.count(gpu.device.type)
     noise, distance = (_distance(weights[0], others) for others in weights[1:])
     text = (
-        f"after 3 steps the weights are {distance:.1e} from those of the bare model, of which two runs are "
-        f"{noise:.1e} apart; {found.text}"
+        f"{there} reductions on the device; after 3 steps the weights are {distance:.1e} from those of the bare model, "
+        f"of which two runs are {noise:.1e} apart; {found.text}"
     )
-    return Found(distance <= 3 * noise + 1e-6, text, found.figures)
+    return Found(there > 0 and distance <= 3 * noise + 1e-6, text, found.figures)
+
+
+@contextmanager
+def _counting() -> Iterator[list[str]]:
+    """Yield the kinds of devices on which reductions were begun."""
+    begun, begin = list[str](), Communicator.all_reduce
+
+    def noted(self: Communicator, tensor: Tensor, op: Op, signal: Signal) -> Reduction:
+        begun.append(tensor.device.type)
+        return begin(self, tensor, op, signal)
+
+    Communicator.all_reduce = noted  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        Communicator.all_reduce = begin  # type: ignore[method-assign]
 
 
 def _trained(gpu: Gpu, settings: Settings, worker: Worker | None) -> list[Tensor]:
@@ -529,16 +555,16 @@ def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 MEASUREMENTS: dict[str, Callable[[Gpu], Found]] = {
-    "nccl": nccl,
-    "two-workers": two_workers,
     "copies": copies,
-    "overlap": overlap,
-    "large-model": large_model,
-    "overhead": overhead,
+    "nccl": nccl,
     "waits": waits,
+    "overlap": overlap,
+    "codecs": codecs,
+    "two-workers": two_workers,
+    "overhead": overhead,
     "memory": memory,
     "scaler": scaler,
-    "codecs": codecs,
+    "large-model": large_model,
 }
 
 
@@ -562,12 +588,7 @@ def main() -> int:
     if name == "facts":
         tell(json.dumps(facts()))
         return 0
-    try:
-        found = MEASUREMENTS[name](Gpu())
-    except UnavailableError as error:
-        tell(json.dumps({"unavailable": str(error)}))
-        return 0
-    tell(json.dumps(asdict(found)))
+    tell(json.dumps(asdict(MEASUREMENTS[name](Gpu()))))
     return 0
 
 
