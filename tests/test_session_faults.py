@@ -360,13 +360,37 @@ SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
 """Scripts of faults that show too seldom in those of `tests.session_scripts`."""
 
 
+SHOWN_BY = {
+    "what a worker gives too late counts again and again": 5,
+    "a coordinator forgets at a restart which learners contribute": 14,
+    "no learner is written down as entered": 12,
+    "no boundary is written": 12,
+    "a learner gets a state with another bit": 12,
+    "members do not hear of a membership": 7,
+    "a member keeps no results": 4,
+    "a member pushes on in a recovery": 0,
+    "a member stays in the membership that it began with": 7,
+    "the ledger counts a slice less of a member that was lost": 42,
+    "the boundary is written before its round": 12,
+    "those that are away are waited for too long": 20,
+    "a member that says what it holds waits for itself": 9,
+    "a part of a collective is over though others are open": 6,
+    "what a lossy codec keeps back counts twice": 62,
+    "nobody hears that what was kept back is lost": 6,
+    "what a void result has kept back counts": 110,
+}
+"""Scripts to begin with, for faults that few scripts show. If such a script shows its fault no more, all are tried."""
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = SCRIPTS_OF.get(fault, script)
-    if make is not script:
-        assert not any(fails(make(seed)) for seed in range(10)), "a law fails without the fault"
-    FAULTS[fault](monkeypatch)
-    assert any(fails(make(seed)) for seed in range(SCRIPTS)), "no law fails"
+    with monkeypatch.context() as planted:
+        FAULTS[fault](planted)
+        shown_by = next((seed for seed in (SHOWN_BY.get(fault, 2), *range(SCRIPTS)) if fails(make(seed))), None)
+
+    assert shown_by is not None, "no law fails"
+    assert not fails(make(shown_by)), f"a law fails in script {shown_by} without the fault"
 
 
 def fails(group: Group) -> bool:

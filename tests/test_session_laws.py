@@ -6,7 +6,7 @@ workers die, join and return. `tests.session_group` has the laws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -267,17 +267,24 @@ def test_groups_that_wait_for_some_count_each_gradient_once(
     group.check()
 
 
+@pytest.mark.parametrize("seeds", [(0, 4), pytest.param(range(12), marks=pytest.mark.long)], ids=["two", "all"])
 @pytest.mark.parametrize("kind", ["all_to_all", "gather", "reduce_scatter", "scatter"])
-def test_what_one_shard_has_answered_is_not_waited_for_at_another(kind: str) -> None:
-    """Test a coordinator that is lost at each point of a collective with bytes of its own for each member."""
+def test_what_one_shard_has_answered_is_not_waited_for_at_another(kind: str, seeds: Sequence[int]) -> None:
+    """Test a coordinator that is lost at each point of a collective with bytes of its own for each member.
+
+    Each of the two seeds shows for every kind that the members which lack a part have to take part once more.
+    """
     for fuse in range(8, 14):
-        for seed in range(12):
+        for seed in seeds:
             check(Group(3, [[9]], [Act(kind, 9), ROUND, ROUND], seed, (1.0, 1.0), [fuse]))
 
 
+@pytest.mark.parametrize("step", [6, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast", "gather", "reduce_scatter", "sum"])
-def test_a_collective_that_is_larger_than_the_credit_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test one of which members keep no results but the latest, in a coordinator that is lost at each point of it."""
+def test_a_collective_that_is_larger_than_the_credit_goes_on(
+    kind: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test one of which members keep no results but the latest, in a coordinator that is lost at points all over it."""
     begin = Registry.__init__
 
     def begin_with_two_slices(self: Registry, *arguments: Any, **more: Any) -> None:
@@ -286,7 +293,7 @@ def test_a_collective_that_is_larger_than_the_credit_goes_on(kind: str, monkeypa
 
     monkeypatch.setattr(Registry, "__init__", begin_with_two_slices)
     monkeypatch.setattr("gradserver.worker.member.retained.SLICE_BYTES", SLICE)
-    for fuse in range(8, 48, 2):
+    for fuse in range(8, 48, step):
         for rates in ((1.0,), (1.0, 1.0)):
             group = Group(2, [[9]], [Act(kind, 60), ROUND], fuse, rates, [fuse])
             check(group)

@@ -14,9 +14,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,7 @@ from gradserver.protocol.plan import Plan
 PATH = Path(__file__).with_suffix(".txt")
 _TEXTS = {"text", "reason", "why"}
 """Fields that are for people to read."""
+_AS_THEY_ARE = {type(None), str, int, float, bool}
 
 
 @dataclass
@@ -167,6 +168,8 @@ def _digest(value: object) -> str:
 
 def _plain(value: object) -> object:
     """Return ``value`` without names of classes and fields, and without texts for people."""
+    if type(value) in _AS_THEY_ARE:  # nearly all that there is
+        return value
     match value:
         case bytes() | bytearray() | memoryview() | np.ndarray():
             return hashlib.sha256(bytes(value)).hexdigest()
@@ -186,8 +189,14 @@ def _plain(value: object) -> object:
             return [_plain(getattr(value, name)) for name in value._fields if name not in _TEXTS]
         case tuple() | list():
             return [_plain(one) for one in value]
-    assert is_dataclass(value), value
-    return [_plain(getattr(value, one.name)) for one in fields(value) if one.name not in _TEXTS]
+    kind: Any = type(value)
+    return [_plain(getattr(value, name)) for name in _names_of(kind)]
+
+
+@cache
+def _names_of(kind: type) -> list[str]:
+    """Return the fields of a dataclass that are not for people."""
+    return [one.name for one in fields(kind) if one.name not in _TEXTS]
 
 
 # ── what is traced ────────────────────────────────────────────────────────────────────────────────────────
