@@ -21,7 +21,7 @@ from gradserver.protocol.limits import (
     OTHERS,
     ROUND_TIMEOUT,
 )
-from gradserver.protocol.planes import AUTO, DIRECT, WISHES
+from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, WISHES
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Lateness, Policy
@@ -59,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plane",
         choices=WISHES,
         help="way of the gradients that all groups must go by, so that a worker which cannot is refused. direct: from "
-        "worker to worker, by NCCL or gloo. tcp, shm: to the coordinator. auto (default): direct if each worker has "
-        "a CUDA device of its own, and else each worker's channel to the coordinator",
+        "worker to worker, by NCCL or gloo. hierarchical: so within each host, and from one worker of each to the "
+        "coordinator. tcp, shm: to the coordinator. auto (default): direct if each worker has a CUDA device of its "
+        "own; else hierarchical if the workers of a host have; else each worker's channel to the coordinator",
     )
     _add_groups(parser.add_argument_group("groups"))
     _add_lateness(parser.add_argument_group("stragglers and learners"))
@@ -341,9 +342,10 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     sizes = _sizes(arguments)
     most = max((size.maximum for size in sizes.values()), default=MAX_WORLD_SIZE)
     lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late, most)
-    if lateness is not None and arguments.plane == DIRECT:
+    if lateness is not None and arguments.plane in AMONG_MEMBERS:
         raise InvalidArgumentError(
-            "--plane direct is not possible with --quorum or --backup: in a direct exchange each worker waits for all"
+            f"--plane {arguments.plane} is not possible with --quorum or --backup: workers that reduce among "
+            f"themselves wait for all"
         )
     if lateness is not None and not sizes:
         raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")

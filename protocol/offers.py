@@ -38,7 +38,7 @@ class Offer(NamedTuple):
         plane: the plane that it demands; "auto" if it goes by any.
         channel: its way to the coordinator, as the plane that has no other.
         host: name of its host.
-        host_id: equal for processes that run on one host.
+        host_id: equal for processes that run on one host, or that GRADSERVER_HOST puts there.
         torch: version of torch; empty if it had not imported torch.
         backends: back ends of torch.distributed that it has.
         nccl: version of NCCL; empty if it has none.
@@ -91,10 +91,18 @@ def backend_of(offers: Iterable[Offer]) -> str:
     return NCCL if all(offer.devices for offer in offers) else GLOO
 
 
+def by_host(offers: Sequence[Offer]) -> list[list[int]]:
+    """Return the places of offers by host. Hosts, and places in each, are in the order of the offers."""
+    hosts: dict[str, list[int]] = {}
+    for place, offer in enumerate(offers):
+        hosts.setdefault(offer.host_id or offer.host, []).append(place)
+    return list(hosts.values())
+
+
 def summary(offers: Sequence[Offer]) -> str:
     """Describe the devices of some workers in a line: how many, of which kinds, and with how much memory."""
     own = [offer.devices[0] for offer in offers if offer.devices]
-    hosts = len({offer.host_id or offer.host for offer in offers})
+    hosts = len(by_host(offers))
     where = f"on {hosts} hosts" if hosts > 1 else "on 1 host"
     without = len(offers) - len(own)
     kinds = Counter((device.name, round(device.memory / GIB)) for device in own)

@@ -36,8 +36,8 @@ from gradserver.worker.devices.cuda import CudaDevice
 from gradserver.worker.devices.device import Device, Stream
 from gradserver.worker.devices.memory import HostMemory
 from gradserver.worker.devices.staged import PIECE_BYTES
+from gradserver.worker.planes import staging
 from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
-from gradserver.worker.torch_ddp import staging
 from tests.models import Convolutional, images, loss_of
 
 LARGE = Settings(

@@ -25,7 +25,8 @@ def _lines() -> Iterator[str]:
     for plane, obstacles in OBSTACLES.items():
         for one in obstacles:
             remedy = one.remedy[0].upper() + one.remedy[1:]
-            yield f"| `{plane}` | {one.when} | {'refused' if one.binds else 'possible'} | {remedy} |"
+            demanded = "possible" if not one.binds else "refused" if one.lasts else "by the coordinator, until then"
+            yield f"| `{plane}` | {one.when} | {demanded} | {remedy} |"
 
 
 def page() -> str:

@@ -193,8 +193,8 @@ def test_a_closed_worker_ends_its_communicators() -> None:
     with members("direct", 2) as workers:
         together(workers, train)
         found = [Directs.of(worker) for worker in workers]
-        assert all(one.communicator is not None for one in found)
-    assert all(one.communicator is None for one in found)
+        assert all(one.joint is not None for one in found)
+    assert all(one.joint is None for one in found)
 
 
 def test_the_contribution_of_a_worker_that_is_alone_is_its_mean_bit_by_bit() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradserver.worker.devices.device import Device
-from gradserver.worker.torch_ddp import staging
+from gradserver.worker.planes import staging
 from tests import gpu, gpu_measurements
 from tests.fake_device import FakeDevice, checked
 from tests.gpu import LINES, Line, Outcome

@@ -285,8 +285,8 @@ def test_direct_is_refused_where_rounds_leave_stragglers_behind() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 1
     assert ran.stderr == (
-        "gradserver: --plane direct is not possible with --quorum or --backup: in a direct exchange each worker waits "
-        "for all\n"
+        "gradserver: --plane direct is not possible with --quorum or --backup: workers that reduce among themselves "
+        "wait for all\n"
     )
 
 

@@ -20,7 +20,7 @@ from gradserver.protocol.limits import MAX_PLANE_REASON
 from gradserver.protocol.messages import Enter, Failure, Join, Membership, Serve, Welcome
 from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.offers import Device, Offer, pack_offers, summary, unpack_offers
-from gradserver.protocol.planes import AUTO, DIRECT, PLANES
+from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, DIRECT, PLANES
 from tests.engine_harness import SEATS, Harness
 from tests.plane_tables import PAGE, page
 from tests.test_restoring import FOUNDED, write
@@ -37,6 +37,7 @@ def gpu(number: int = 0, **other: Any) -> Offer:
 
 
 CPU = gpu(devices=(), nccl="", backends=("gloo",), trouble="torch 2.11.0 is built without CUDA")
+LEVELED = CPU._replace(plane="hierarchical")
 NUMPY = Offer(host="spot", host_id="spot", trouble="it was not imported before the worker joined")
 ONE_EACH = "each worker has a CUDA device of its own and NCCL 2.27.3"
 
@@ -72,6 +73,45 @@ CASES: list[tuple[list[Offer], str]] = [
         "tcp, because 'w1' demands direct, and 'w0' has torch 2.11",
     ),
     ([Offer(), Offer()], "tcp"),
+    (
+        [gpu(0), gpu(1), gpu(2, host_id="other", nccl="2.21.5"), gpu(3, host_id="other", nccl="2.21.5")],
+        "hierarchical, because 'w0' has NCCL 2.27.3, and 'w2' has 2.21.5, and workers on 'box' have one each",
+    ),
+    (
+        [gpu(0), gpu(1), CPU._replace(host_id="other")],
+        "hierarchical, because 'w2' has no CUDA device (torch 2.11.0 is built without CUDA), and workers on 'box' have",
+    ),
+    ([gpu(0), CPU._replace(host_id="other")], "tcp, because 'w1' has no CUDA device"),
+    ([CPU, CPU, CPU._replace(host_id="other")], "tcp, because 'w0' has no CUDA device"),
+    ([CPU._replace(plane="hierarchical"), CPU], "hierarchical, because 'w0' demands it"),
+    ([LEVELED, CPU._replace(host_id="other")], "tcp, because 'w0' demands hierarchical, and each host has one worker"),
+    ([LEVELED, NUMPY], "tcp, because 'w0' demands hierarchical, and 'w1' has no torch"),
+    ([LEVELED, gpu(1, nccl=""), gpu(0)], "hierarchical, because 'w0' demands it"),
+    (
+        [gpu(0, plane="hierarchical"), gpu(1, nccl="", trouble="no NCCL here"), CPU._replace(host_id="other")],
+        "tcp, because 'w0' demands hierarchical, and 'w1' has no NCCL (no NCCL here)",
+    ),
+    (
+        [gpu(0, plane="hierarchical"), gpu(1, nccl="2.21.5"), CPU._replace(host_id="other")],
+        "tcp, because 'w0' demands hierarchical, and 'w0' has NCCL 2.27.3, and 'w1' has 2.21.5",
+    ),
+    (
+        [gpu(0, plane="hierarchical"), gpu(0), CPU._replace(host_id="other")],
+        "tcp, because 'w0' demands hierarchical, and 'w0' and 'w1' have one CUDA device (NVIDIA H100, GPU-0)",
+    ),
+    (
+        [gpu(0, plane="hierarchical"), gpu(1, devices=(Device("T4", "", GIB),))],
+        "tcp, because 'w0' demands hierarchical, and 'w1' does not know its CUDA device's identity",
+    ),
+    (
+        [LEVELED, CPU._replace(torch="2.3.0+cpu")],
+        "tcp, because 'w0' demands hierarchical, and 'w0' has torch 2.11.0, and 'w1' has 2.3.0+cpu",
+    ),
+    ([LEVELED, CPU._replace(backends=("mpi",))], "tcp, because 'w0' demands hierarchical, and 'w1' has no gloo"),
+    (
+        [LEVELED._replace(store=""), CPU._replace(store=""), CPU._replace(host_id="other")],
+        "tcp, because 'w0' demands hierarchical, and no worker hosts a rendezvous",
+    ),
 ]
 
 
@@ -94,8 +134,9 @@ def test_rounds_without_stragglers_are_not_direct() -> None:
 def test_each_obstacle_of_a_plane_is_met_in_a_case() -> None:
     """Test that no row of the table is beyond reach: each is the first that is found in some case."""
     found = {str(choose(Case(workers(*offers)))) for offers, _ in CASES}
-    met = {text for offers, _ in CASES for one in OBSTACLES[DIRECT] if (text := _of(one, offers))}
-    assert len(met) >= len(OBSTACLES[DIRECT]) - 2, (met, found)
+    for plane in AMONG_MEMBERS:
+        met = {text for offers, _ in CASES for one in OBSTACLES[plane] if (text := _of(one, offers))}
+        assert len(met) >= len(OBSTACLES[plane]) - 2, (met, found)
     assert OBSTACLES.keys() == {*PLANES}
 
 

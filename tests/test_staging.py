@@ -33,7 +33,7 @@ from gradserver.worker.handle import Handle
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.slots import Slots
-from gradserver.worker.torch_ddp import staging
+from gradserver.worker.planes import staging
 from tests.cluster import Daemon, Gather, Task, together, wait_until
 from tests.fake_device import FakeDevice, FakeStream, Pace, checked
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens

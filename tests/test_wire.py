@@ -111,6 +111,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Membership(6, (0, 2), ("w0", "w2"), "'w2' (rank 1) joined in round 3; 2 workers go on", False, (2,), 3), []),
     (RoundDone(211, 6, (Transfer(3, 0, 2),)), []),
     (Split("default", 5, (0, 2), 60.0), []),
+    (Split("default", 5, (0, 2), 60.0, leaders=True), []),
     (Serve(), []),
     (Enter(3), []),
     (Ready(3), []),

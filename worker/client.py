@@ -24,7 +24,7 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.protocol.plan_codecs import with_codec
-from gradserver.protocol.planes import DIRECT, IN_PROCESS
+from gradserver.protocol.planes import AMONG_MEMBERS, IN_PROCESS
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.collectives.arguments import check_weight
 from gradserver.worker.collectives.calls import S
@@ -102,12 +102,13 @@ class Worker(SubgroupCalls):
 
     @property
     def plane(self) -> str:
-        """Way of the gradients in this membership: "direct", or this worker's channel to the coordinator.
+        """Way of the gradients in this membership: "direct", "hierarchical", or this worker's channel.
 
-        The channel is "tcp", "shm", or "in_process" for threads of one process. `gradserver.connect` has what they are.
+        That to the coordinator is "tcp", "shm", or "in_process" for threads of one process. `gradserver.connect` has
+        what they are.
         """
         told = self._session.membership.plane
-        return told if told == DIRECT else IN_PROCESS if self.channel == "memory" else self.channel
+        return told if told in AMONG_MEMBERS else IN_PROCESS if self.channel == "memory" else self.channel
 
     @property
     def plane_reason(self) -> str:

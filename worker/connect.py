@@ -30,7 +30,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
 from gradserver.protocol.messages import Join, Welcome
 from gradserver.protocol.offers import summary
-from gradserver.protocol.planes import AUTO, DIRECT, IN_PROCESS, SHM, TCP, WISHES
+from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, IN_PROCESS, SHM, TCP, WISHES
 from gradserver.protocol.url import no_coordinator, not_answered
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
@@ -106,10 +106,12 @@ def connect(
         reconnect: seconds to wait for a lost coordinator. This needs a coordinator that keeps its state on disk
             (``gradserver serve --state-dir``). Nothing fails meanwhile.
         plane: way of the group's gradients, which all members share. ``"direct"`` is a process group of
-            torch.distributed among the workers: NCCL between CUDA devices, and else gloo. ``"tcp"`` and ``"shm"`` are
-            the channels to the coordinator. ``"auto"`` is direct if each worker has a CUDA device of its own, and else
-            each worker's channel. `Worker.plane_reason` says why. For this, a process that has imported torch asks it
-            for its CUDA devices. Members that demand different planes get an error.
+            torch.distributed among the workers: NCCL between CUDA devices, and else gloo. ``"hierarchical"`` is one
+            such group on each host, of which one worker exchanges with the coordinator. ``"tcp"`` and ``"shm"`` are
+            the channels to the coordinator. ``"auto"`` is direct if each worker has a CUDA device of its own. It is
+            hierarchical if that is not so, or not possible, and the workers of a host have. Otherwise it is each
+            worker's channel. `Worker.plane_reason` says why. For this, a process that has imported torch asks it for
+            its CUDA devices. Members that demand different planes get an error.
 
     Raises:
         CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.
@@ -121,7 +123,7 @@ def connect(
         InvalidRankError: the rank is out of range.
         InvalidWorldSizeError: the world size is out of range, or not the group's.
         BackendUnavailableError: memory cannot be shared, and ``channel`` or ``plane`` is ``"shm"``. Or this process
-            has no torch.distributed, and ``plane`` is ``"direct"``.
+            has no torch.distributed, and ``plane`` is ``"direct"`` or ``"hierarchical"``.
         InvalidArgumentError: there is no URL and this worker is one of several, or an argument can never be right.
     """
     url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
@@ -357,7 +359,7 @@ def _check_plane(plane: str, channel: str) -> tuple[str, str]:
 
 def _agreed_channel(channel: str, membership: Welcome) -> str:
     """Return the channel, of those that this worker wants, by which the group's plane goes."""
-    if not membership.demanded or membership.plane == DIRECT:
+    if not membership.demanded or membership.plane in AMONG_MEMBERS:
         return channel
     if channel not in ("auto", membership.plane):
         raise DisagreementError(

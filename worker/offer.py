@@ -1,7 +1,7 @@
 """The offer of this process: what it can do for the plane of its group, found out without an exception.
 
-torch is asked only if the process has imported it, or if the direct plane is demanded. A worker with numpy alone stays
-without torch. A driver that is broken makes a reason, and never an error.
+torch is asked only if the process has imported it, or if a plane is demanded that needs it. A worker with numpy alone
+stays without torch. A driver that is broken makes a reason, and never an error.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from gradserver.protocol.errors import BackendUnavailableError
+from gradserver.protocol.errors import BackendUnavailableError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_DEVICES, MAX_LABEL, MAX_TROUBLE
 from gradserver.protocol.offers import Device, Offer
-from gradserver.protocol.planes import AUTO, DIRECT, GLOO, NCCL
+from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, GLOO, NCCL
 
 T = TypeVar("T")
 
 LOCAL_VARIABLES: Final = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """Variables with the place of a process on its host: of torchrun and `gradserver run`, mpirun, and Slurm last."""
+HOST_VARIABLE: Final = "GRADSERVER_HOST"
+"""Variable that says on which host a process is, for the planes alone."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _UUID: Final = re.compile(r"(?:GPU-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -57,15 +59,16 @@ def offer_of(plane: str, imports: bool = False) -> Offer:
     """Return what this process offers when it demands ``plane``. With ``imports`` it imports torch, if there is any.
 
     Raises:
-        BackendUnavailableError: it demands the direct plane, and has no torch.distributed.
+        BackendUnavailableError: it demands a plane that needs torch.distributed, and has none.
+        InvalidArgumentError: GRADSERVER_HOST is no name of a host.
     """
     offer = Offer(plane=plane, host=_label(socket.gethostname()), host_id=_host_id())
-    if plane not in (AUTO, DIRECT):
+    if plane not in (AUTO, *AMONG_MEMBERS):
         return offer
-    offer = _of_torch(offer, imports or plane == DIRECT)
-    if plane == DIRECT and not offer.backends:
+    offer = _of_torch(offer, imports or plane in AMONG_MEMBERS)
+    if plane in AMONG_MEMBERS and not offer.backends:
         raise BackendUnavailableError(
-            f"plane is 'direct', which needs torch with torch.distributed: {offer.trouble}. Install torch here, or "
+            f"plane is {plane!r}, which needs torch with torch.distributed: {offer.trouble}. Install torch here, or "
             f"leave plane out"
         )
     return offer
@@ -139,7 +142,13 @@ def _driver() -> str:
 
 
 def _host_id() -> str:
-    """Return what is equal for processes of this host, in containers too."""
+    """Return what is equal for processes of this host, in containers too; or what GRADSERVER_HOST says instead."""
+    if told := os.environ.get(HOST_VARIABLE):
+        if _label(told) != told:
+            raise InvalidArgumentError(
+                f"{HOST_VARIABLE} is {told!r}, and must be up to {MAX_LABEL} printable ASCII characters"
+            )
+        return told
     return _asked(lambda: _label(_BOOT_ID.read_text().strip()), "") or f"{uuid.getnode():012x}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
@@ -71,15 +71,28 @@ class SubgroupCalls(ObjectCollectives):
         return made
 
 
-def split(session: Session, member_ids: Sequence[int], timeout: float) -> Session:
+def split(
+    session: Session,
+    member_ids: Sequence[int],
+    timeout: float,
+    leaders: bool = False,
+    begun: Callable[[Session], object] = lambda _: None,
+) -> Session:
     """Make a sub-group of these members of ``session``. Wait for the others, and return this worker's session there.
 
     GradServerError says why there is none.
+
+    Args:
+        session: this worker's session.
+        member_ids: ids of the members.
+        timeout: seconds to wait for the others.
+        leaders: the members are the leaders of their hosts: see `gradserver.protocol.messages.Split`.
+        begun: is called with the new session before the wait. To close it ends the wait.
     """
     root = session.subgroups.root
     ids = session.subgroups.in_root(member_ids)
     with root.subgroups.making:
-        made = _ask(root, ids, timeout)
+        made = _ask(root, ids, timeout, leaders, begun)
     made.subgroups.be_of(root, ids)
     if session is not root:
         session.subgroups.adopt(made)
@@ -97,12 +110,15 @@ def check_member(session: Session) -> None:
             raise UsageError(f"this worker {one.stage.value}: it is in no sub-group before it is a member")
 
 
-def _ask(root: Session, member_ids: tuple[int, ...], timeout: float) -> Session:
+def _ask(
+    root: Session, member_ids: tuple[int, ...], timeout: float, leaders: bool, begun: Callable[[Session], object]
+) -> Session:
     """Ask the coordinator for the sub-group, and attend its data shards."""
     channel, membership = root.subgroups.grow(), root.membership
     session = Session(channel, timeout)
     try:
-        asked = session.join(Split(membership.group, membership.epoch, member_ids, timeout))
+        begun(session)
+        asked = session.join(Split(membership.group, membership.epoch, member_ids, timeout, leaders))
         root.subgroups.adopt(session)  # what ends the root ends this wait
         root.check_open()
         asked.wait(timeout + VERDICT_SECONDS)

@@ -104,12 +104,15 @@ class Split(MessageKind):
         epoch: number of the parent's membership by which this member goes.
         member_ids: ids in the parent of those that the sub-group is of, in order. The sender is one of them.
         timeout: seconds that this member waits for the others.
+        leaders: true if each contributes what its host has summed up. Results that are not finite are passed on then,
+            whatever the parent does: each member of the parent looks for its own in such a result.
     """
 
     group: Text
     epoch: Count
     member_ids: Ranks
     timeout: Seconds
+    leaders: Flag = False
 
 
 @message(35)

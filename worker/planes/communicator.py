@@ -308,6 +308,12 @@ class Communicator:
         options.rootRank = rank
         return self._begin("broadcast", tensor, tensor.view(torch.uint8), options, signal)  # NCCL knows not all types
 
+    def reduce(self, tensor: Tensor, rank: int, signal: Signal) -> Reduction:
+        """Begin to replace the tensor of ``rank`` by the sum over all members. The others' are of no use after that."""
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = _OPS[Op.SUM], rank
+        return self._begin("reduce", tensor, tensor, options, signal)
+
     def all_gather(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
         """Begin to put every member's ``tensor`` into ``rows``, one behind the other."""
         work = self._group_of(tensor)._allgather_base(rows, tensor, _C10D.AllgatherOptions())

@@ -43,15 +43,16 @@ from gradserver.worker.devices.cuda import fetch, fetch_whole
 from gradserver.worker.handle import Handle
 from gradserver.worker.member.waiter import NotFinite
 from gradserver.worker.planes.commit import mark
-from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
+from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
-from gradserver.worker.planes.plane import Outcome, Plane
+from gradserver.worker.planes.flat import divisor
+from gradserver.worker.planes.plane import Outcome, Pending, Plane, Way
+from gradserver.worker.planes.watch import Watch
 
 log = logging.getLogger("gradserver")
 
 _NO_DATA: Final = 1e-200
 """Weights below stand for a worker without a sample, which contributes nothing."""
-_WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class _Given(NamedTuple):
@@ -71,21 +72,6 @@ class _Outcome:
     present: bool = True
     left_alone: tuple[tuple[int, int], ...] = ()
     not_finite: NotFinite | None = None
-
-
-class _Watch(Handle[None]):
-    """A handle that ends the wait for reductions when it is done."""
-
-    __slots__ = ("_signal",)
-
-    def __init__(self, signal: Signal, timeout: float) -> None:
-        super().__init__(timeout)
-        self._signal = signal
-
-    def _complete(self, error: GradServerError | None = None) -> None:
-        super()._complete(error)
-        if error is not None:
-            self._signal.interrupt(error)
 
 
 class DirectPlane:
@@ -117,6 +103,8 @@ class DirectPlane:
         """Buckets that become ready in any order, and are reduced in this one."""
         self._scratch: dict[int, Tensor] = {}
         """Memory for results, by bucket."""
+        self._way: Way | None = None
+        """The way of the last round that was direct."""
         self._markers = torch.zeros(agreement.plan.buckets[0].numel)
         self._begin()
 
@@ -125,7 +113,7 @@ class DirectPlane:
         self._given: dict[int, _Given] = {}
         self._next = 0
         """Place in that order of the bucket that is reduced next."""
-        self._under_way: dict[int, Reduction] = {}
+        self._under_way: dict[int, Pending] = {}
         self._outcomes: dict[int, _Outcome] = {}
         self._writers: dict[int, dict[int, Any]] = {}
         """Events behind the gradients of each bucket, by the stream that computed them."""
@@ -156,7 +144,7 @@ class DirectPlane:
     def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
         """Contribute ``flat`` to bucket ``index``."""
         if self._signal is None and not self._fallen:
-            self._open()
+            self._open(weight)
         if self._fallen:
             self._through.push(index, flat, weight, present)
             return
@@ -205,18 +193,21 @@ class DirectPlane:
 
     # ── reductions ────────────────────────────────────────────────────────────────────────────────────
 
-    def _open(self) -> None:
+    def _open(self, weight: float) -> None:
         if not self._directs.reduces():
             self._fallen = True
             return
         signal = self._signal = Signal()
-        watch = _Watch(signal, self._worker.timeout)
+        watch = Watch(signal, self._worker.timeout)
         if (why := self._worker._session.boundaries.begin_direct(self._commit.first, watch)) is not None:
             signal.interrupt(why)
         try:
-            communicator = self._directs.joined(signal)
-            signal.on_interrupt(communicator.give_up)
-        except (GradServerError, RuntimeError) as error:
+            way = self._directs.way(self._plan, self._commit.number, self._limit, signal)
+            if way is not self._way:
+                self._way = way
+                self._scratch.clear()
+            way.open(weight, signal)
+        except (GradServerError, RuntimeError, TimeoutError) as error:
             self._fall(error)
 
     def _is_mean(self, index: int) -> bool:
@@ -235,25 +226,25 @@ class DirectPlane:
             self._scratch.pop(index, None)
             self._outcomes[index] = _Outcome()
             return
-        communicator, signal = self._directs.joined(self._checked()), self._checked()
+        way = self._checked_way()
         scratch = self._scratch.get(index)
         if scratch is None:
-            scratch = self._scratch[index] = torch.empty_like(given.flat)
+            scratch = self._scratch[index] = way.memory(index, given.flat)
         for event in self._writers.pop(index, {}).values():
             torch.cuda.current_stream(given.flat.device).wait_event(event)
         self._outcomes[index] = _Outcome()
         if op is Op.MEAN:
             self._weigh(given, scratch)
-            self._under_way[index] = communicator.all_reduce(scratch, Op.SUM, signal)
+            self._under_way[index] = way.mean(index, scratch)
         elif op is Op.FIRST:
-            first = self._first(given, communicator, signal)
+            first = self._first(given, way)
             self._outcomes[index].present = first < self._worker.world_size
             if self._outcomes[index].present:
                 scratch.copy_(given.flat)
-                self._under_way[index] = communicator.broadcast(scratch, first, signal)
+                self._under_way[index] = way.broadcast(scratch, first)
         else:
             scratch.copy_(given.flat)
-            self._under_way[index] = communicator.all_reduce(scratch, op, signal)
+            self._under_way[index] = way.combine(scratch, op)
 
     def _is_its_own_mean(self, given: _Given) -> bool:
         """Return true for the contribution of a worker that is alone: it stays where it is, with all its bits."""
@@ -265,16 +256,13 @@ class DirectPlane:
         if not given.present or given.weight < _NO_DATA:
             scratch.zero_()
             return
-        torch.mul(given.flat, given.weight / self._divisor(scratch), out=scratch)
+        torch.mul(given.flat, given.weight / divisor(scratch, self._worker.world_size), out=scratch)
 
-    def _divisor(self, tensor: Tensor) -> int:
-        return 1 if tensor.dtype in _WIDE else self._worker.world_size
-
-    def _first(self, given: _Given, communicator: Communicator, signal: Signal) -> int:
+    def _first(self, given: _Given, way: Way) -> int:
         """Return the lowest rank that has something to give; the world size if none has."""
         gives = given.present and given.weight > 0
         rank = torch.full((1,), self._worker.rank if gives else self._worker.world_size, device=given.flat.device)
-        communicator.all_reduce(rank, Op.MIN, signal).wait(self._limit)
+        way.combine(rank, Op.MIN).wait(self._limit)
         return fetch_whole(rank)
 
     def _await(self, index: int) -> None:
@@ -292,6 +280,11 @@ class DirectPlane:
         if signal.error is not None:
             raise signal.error.again()
         return signal
+
+    def _checked_way(self) -> Way:
+        self._checked()
+        assert self._way is not None
+        return self._way
 
     # ── the commit ────────────────────────────────────────────────────────────────────────────────────
 
@@ -325,7 +318,8 @@ class DirectPlane:
         elif handle.weight < _NO_DATA:
             given.flat.zero_()
         else:
-            torch.div(scratch, handle.weight / self._divisor(scratch), out=given.flat)
+            assert self._way is not None
+            self._way.divide(scratch, handle.weight, given.flat)
 
     def _await_all(self) -> bool:
         """Wait for all reductions. Return false if a mean is not finite, in a group where that matters.
@@ -346,6 +340,7 @@ class DirectPlane:
                 on_device.setdefault(mean.device, []).append((flag, mean))
             elif not flag:
                 suspects.append(mean)
+        self._checked_way().close()
         for found in on_device.values():
             flags = fetch(torch.stack([flag for flag, _ in found])).tolist()  # one wait, for an event, for all of them
             suspects += [mean for known, (_, mean) in zip(flags, found, strict=True) if not known]
@@ -363,6 +358,8 @@ class DirectPlane:
         own = mark(self._plan, gave, self._markers)
         if self._worker._session.membership.nonfinite != "leave-out":
             return True
+        weight = max((given.weight for given in self._given.values()), default=0.0)
+        self._checked_way().open(0.0 if own else weight, self._checked())
         for index in self._ordered:
             if own:
                 self._given[index] = self._given[index]._replace(present=False)

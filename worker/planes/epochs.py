@@ -1,4 +1,6 @@
-"""Epochs of a group on the direct plane: the communicators of the present one, and the rounds that go by them.
+"""Epochs of a group in which members reduce among themselves: how they are connected, and which rounds go by that.
+
+On the direct plane they are connected by a communicator of all. On the hierarchical plane there are two levels.
 
 After a void round, the epoch goes through the coordinator for `_REST_ROUNDS`, doubled with each further one. All
 members know of the same void rounds, and count alike. The reason for a void round often lasts: a learner that has yet
@@ -14,10 +16,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradserver.protocol.planes import DIRECT
+from gradserver.protocol.plan import Plan
+from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
 from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.planes.communicator import Communicator, Signal
+from gradserver.worker.planes.flat import Flat
+from gradserver.worker.planes.hierarchical import Hierarchical
+from gradserver.worker.planes.levels import Levels, MakeWorker
+from gradserver.worker.planes.plane import Way
 from gradserver.worker.session import Session
 
 _FORM_SECONDS: Final = 20.0
@@ -31,19 +38,25 @@ class Directs:
     """Communicators of one worker, which its modules share, and the rounds of the present epoch that are direct."""
 
     session: Session
+    make: MakeWorker
+    """Makes a worker of the session of a sub-group."""
     epoch: int = -1
     voids: int = 0
     """Rounds of this epoch that were void."""
     rests_until: int = 0
     """The first round of this epoch that may be direct again."""
-    communicator: Communicator | None = None
+    joint: Communicator | Levels | None = None
+    """How members are connected, once they are."""
+    ways: dict[int, Way] = field(default_factory=dict)
+    """The way of each module, by the number of its commit."""
     devices: set[torch.device] = field(default_factory=set)
 
     @classmethod
     def of(cls, worker: Worker) -> Directs:
         """Return those of ``worker``."""
         if worker not in _of_worker:
-            _of_worker[worker] = cls(worker._session)
+            kind, channel, wire = type(worker), worker.channel, worker.wire
+            _of_worker[worker] = cls(worker._session, lambda session: kind(session, channel, wire))
             worker._session.on_end(_of_worker[worker].give_up)
         return _of_worker[worker]
 
@@ -53,14 +66,31 @@ class Directs:
         if here.epoch != self.epoch:
             self.give_up()
             self.epoch, self.voids, self.rests_until = here.epoch, 0, 0
-        return session.stage is Stage.MEMBER and here.plane == DIRECT and session.round >= self.rests_until
+        return session.stage is Stage.MEMBER and here.plane in AMONG_MEMBERS and session.round >= self.rests_until
 
-    def joined(self, signal: Signal) -> Communicator:
-        """Return the communicator of the present epoch, and form it if need be."""
-        if self.communicator is None:
-            self.communicator = introduce(self.session, f"{self.epoch}/{self.voids}", self.devices)
-            form(self.communicator, self.session, signal)
-        return self.communicator
+    def way(self, plan: Plan, number: int, timeout: float, signal: Signal) -> Way:
+        """Return the way in the present epoch of a module, the one with the commit ``number``. Connect if need be."""
+        joint, here = self._joined(signal), self.session.membership
+        if number not in self.ways:
+            world = len(here.member_ids)
+            if isinstance(joint, Levels):
+                self.ways[number] = Hierarchical(joint, plan, world, timeout, signal)
+            else:
+                self.ways[number] = Flat(joint, world)
+        return self.ways[number]
+
+    def _joined(self, signal: Signal) -> Communicator | Levels:
+        here = self.session.membership
+        if self.joint is None:
+            name = f"{self.epoch}/{self.voids}"
+            if here.plane == HIERARCHICAL:
+                self.joint = Levels(self.session, self.make, f"{here.group}/{name}", self.devices)
+            else:
+                self.joint = introduce(self.session, name, self.devices)
+            signal.on_interrupt(self.joint.give_up)
+            form(self.joint, self.session, signal)
+        signal.on_interrupt(self.joint.give_up)
+        return self.joint
 
     def void(self) -> None:
         """Note that the present round is void."""
@@ -71,9 +101,10 @@ class Directs:
 
     def give_up(self) -> None:
         """End all that is under way among the members."""
-        communicator, self.communicator = self.communicator, None
-        if communicator is not None:
-            communicator.give_up()
+        joint, self.joint = self.joint, None
+        self.ways.clear()
+        if joint is not None:
+            joint.give_up()
 
 
 def introduce(session: Session, name: str, devices: Iterable[torch.device]) -> Communicator:
@@ -84,9 +115,9 @@ def introduce(session: Session, name: str, devices: Iterable[torch.device]) -> C
     return Communicator(store, f"{here.group}/{name}", here.rank, len(here.member_ids), devices, host)
 
 
-def form(communicator: Communicator, session: Session, signal: Signal) -> None:
+def form(joint: Communicator | Levels, session: Session, signal: Signal) -> None:
     """Find the other members. See `Communicator.form`."""
-    communicator.form(signal, min(_FORM_SECONDS, session.timeout))
+    joint.form(signal, min(_FORM_SECONDS, session.timeout))
 
 
 _of_worker: WeakKeyDictionary[Worker, Directs] = WeakKeyDictionary()

@@ -1,4 +1,7 @@
-"""The interface of a plane: buckets go in, and come back as the mean of all members."""
+"""The interfaces of a plane: buckets go in, and come back as the mean of all members.
+
+`Plane` is what a module has. `Way` is what a plane on which members reduce among themselves has in one epoch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradserver.protocol.exchange import Op
 from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.planes.communicator import Signal
 
 
 class Outcome(Protocol):
@@ -54,3 +59,39 @@ class Plane(Protocol):
 
     def finish(self) -> Mapping[int, Outcome]:
         """Wait until every result is in its bucket. Return the outcomes, by bucket, and open the next round."""
+
+
+class Pending(Protocol):
+    """A result that is under way."""
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it is in its tensor. It raises what `gradserver.worker.planes.communicator.Reduction` does."""
+
+
+class Way(Protocol):
+    """How the members of one epoch reduce the buckets of one module. All of them make the same calls.
+
+    A *pass* reduces every mean of the plan once: `open`, `mean` for each, a wait for each, `close`. Each call may raise
+    what a wait may raise.
+    """
+
+    def memory(self, index: int, like: Tensor) -> Tensor:
+        """Return memory for the result of bucket ``index``."""
+
+    def open(self, weight: float, signal: Signal) -> None:
+        """Begin a pass, to which this member contributes with ``weight``. The signal interrupts its waits."""
+
+    def mean(self, index: int, weighed: Tensor) -> Pending:
+        """Begin to reduce a contribution times its weight, which `gradserver.worker.planes.direct` divides."""
+
+    def combine(self, tensor: Tensor, op: Op) -> Pending:
+        """Begin to replace ``tensor`` by its combination over all members."""
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Pending:
+        """Begin to replace ``tensor`` by that of ``rank``."""
+
+    def close(self) -> None:
+        """End a pass: all of its means are there."""
+
+    def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
+        """Put a mean into ``out``, from its result and the sum of weights."""

@@ -15,6 +15,7 @@ from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.plane import Outcome, Plane
+from gradserver.worker.planes.staging import Staging
 from gradserver.worker.torch_ddp.buckets import (
     BufferBucket,
     FlatBucket,
@@ -27,7 +28,6 @@ from gradserver.worker.torch_ddp.buckets import (
 from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.modes import Mode, Modes
-from gradserver.worker.torch_ddp.staging import Staging
 
 _NO_SAMPLES: Final = 1e-300
 """The weight of a worker that takes part in a round without a sample of its own.

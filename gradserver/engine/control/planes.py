@@ -2,7 +2,8 @@
 
 `OBSTACLES` has a table for each plane: what keeps a group from it, and what to change. The first obstacle that is found
 is the reason. A group goes by the plane that is demanded, of the coordinator or of a worker. Where none is demanded it
-goes by `DIRECT` if nothing is in the way, and else by the coordinator's plane: each worker by its own channel.
+goes by `DIRECT` if nothing is in the way, else by `HIERARCHICAL` if nothing is, and else by the coordinator's plane:
+each worker by its own channel.
 
 A worker with which a demanded plane is impossible is refused when it joins (`check`). Later nothing is refused: a group
 that cannot go by the plane that is demanded any more goes by the coordinator's.
@@ -15,8 +16,19 @@ from typing import Final, NamedTuple
 
 from gradserver.protocol.errors import DisagreementError, JoinRefusedError
 from gradserver.protocol.limits import MAX_PLANE_REASON
-from gradserver.protocol.offers import UNTOLD, Offer, backend_of
-from gradserver.protocol.planes import AUTO, CHANNELS, DIRECT, GLOO, IN_PROCESS, NCCL, SHM, TCP
+from gradserver.protocol.offers import UNTOLD, Offer, backend_of, by_host
+from gradserver.protocol.planes import (
+    AMONG_MEMBERS,
+    AUTO,
+    CHANNELS,
+    DIRECT,
+    GLOO,
+    HIERARCHICAL,
+    IN_PROCESS,
+    NCCL,
+    SHM,
+    TCP,
+)
 
 
 class Candidate(NamedTuple):
@@ -54,8 +66,13 @@ class Case(NamedTuple):
 
     @property
     def uses_nccl(self) -> bool:
-        """True if the workers' direct plane is NCCL."""
+        """True if the workers would reduce among themselves with NCCL."""
         return backend_of(offer for _, offer in self.workers) == NCCL
+
+    def shared_hosts(self) -> list[Case]:
+        """Return a case for each host with several workers."""
+        hosts = by_host([offer for _, offer in self.workers])
+        return [self._replace(workers=[self.workers[rank] for rank in ranks]) for ranks in hosts if len(ranks) > 1]
 
 
 class Obstacle(NamedTuple):
@@ -66,7 +83,7 @@ class Obstacle(NamedTuple):
         when: the condition, for people.
         remedy: what to change.
         binds: true if the plane is impossible then; false if only nobody takes it without a demand.
-        lasts: true if more workers do not remove it.
+        lasts: true if more workers do not remove it. Otherwise no worker is refused for it.
     """
 
     find: Callable[[Case], str]
@@ -124,6 +141,17 @@ def _device_is_shared(case: Case) -> str:
     return ""
 
 
+def _in_hosts(find: Callable[[Case], str]) -> Callable[[Case], str]:
+    """Return ``find`` for the workers of each host that has several."""
+    return lambda case: next((reason for host in case.shared_hosts() if (reason := find(host))), "")
+
+
+def _host_of_devices(case: Case) -> str:
+    """Return the name of the first host with several workers, which all have a CUDA device; empty if none has."""
+    found = (host.workers[0].offer.host for host in case.shared_hosts() if host.uses_nccl)
+    return next((repr(name) for name in found), "")
+
+
 def _torch_differs(case: Case) -> str:
     first, *others = case.workers
     for name, offer in others:
@@ -132,13 +160,74 @@ def _torch_differs(case: Case) -> str:
     return ""
 
 
+_COMMON: Final = (
+    Obstacle(
+        lambda case: "rounds are closed without stragglers" if case.leaves_late else "",
+        "the coordinator has `--quorum` or `--backup`",
+        "start the coordinator without --quorum and --backup",
+    ),
+    Obstacle(
+        lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",
+        "the group began with workers that could not go by it",
+        "start the group anew, with these workers",
+        binds=False,
+    ),
+    Obstacle(
+        _first(lambda offer: offer.channel == IN_PROCESS, "is a thread of the coordinator's process"),
+        "a worker is a thread of a `LocalCluster`",
+        "start each worker as a process",
+        binds=False,
+    ),
+    Obstacle(
+        _first_without(lambda offer: not offer.torch, "has no torch"),
+        "a worker had not imported torch when it joined",
+        "install torch for each worker, and import it before connect",
+    ),
+)
+"""Obstacles wherever members reduce among themselves."""
+_CONNECTED: Final = (
+    Obstacle(
+        _with_nccl(_first_without(lambda offer: not offer.nccl, "has no NCCL")),
+        "a worker's torch has no NCCL",
+        "install a torch with NCCL",
+    ),
+    Obstacle(
+        _with_nccl(_nccl_differs),
+        "the versions of NCCL differ",
+        "install the same torch for all workers",
+    ),
+    Obstacle(
+        _with_nccl(_first(lambda offer: not offer.devices[0].uuid, "does not know its CUDA device's identity")),
+        "a worker's torch does not tell the UUID of a device",
+        "install torch 2.5 or newer",
+    ),
+    Obstacle(
+        _with_nccl(_device_is_shared),
+        "two workers have one CUDA device",
+        "give each worker a CUDA device of its own: call torch.cuda.set_device before connect, or set "
+        "CUDA_VISIBLE_DEVICES. With CUDA_VISIBLE_DEVICES= the workers use gloo",
+    ),
+    Obstacle(
+        _with_gloo(_first_without(lambda offer: GLOO not in offer.backends, "has no gloo")),
+        "a worker has no CUDA device, and a worker's torch has no gloo",
+        "install a torch with gloo, or give each worker a CUDA device",
+    ),
+    Obstacle(
+        _with_gloo(_torch_differs),
+        "a worker has no CUDA device, and the versions of torch differ",
+        "install the same torch for all workers",
+    ),
+    Obstacle(
+        lambda case: "" if any(offer.store for _, offer in case.workers) else "no worker hosts a rendezvous",
+        "no worker could host a rendezvous",
+        "look in the log of the workers for the reason",
+    ),
+)
+"""Obstacles among workers that are in one communicator."""
+
 OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
     DIRECT: (
-        Obstacle(
-            lambda case: "rounds are closed without stragglers" if case.leaves_late else "",
-            "the coordinator has `--quorum` or `--backup`",
-            "start the coordinator without --quorum and --backup",
-        ),
+        *_COMMON[:1],
         Obstacle(
             lambda case: f"{case.workers[0].name!r} is alone" if len(case.workers) == 1 else "",
             "the group has one worker",
@@ -146,65 +235,31 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             binds=False,
             lasts=False,
         ),
-        Obstacle(
-            lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",
-            "the group began with workers that could not go by it",
-            "start the group anew, with these workers",
-            binds=False,
-        ),
-        Obstacle(
-            _first(lambda offer: offer.channel == IN_PROCESS, "is a thread of the coordinator's process"),
-            "a worker is a thread of a `LocalCluster`",
-            "start each worker as a process",
-            binds=False,
-        ),
-        Obstacle(
-            _first_without(lambda offer: not offer.torch, "has no torch"),
-            "a worker had not imported torch when it joined",
-            "install torch for each worker, and import it before connect",
-        ),
+        *_COMMON[1:],
         Obstacle(
             _first_without(lambda offer: not offer.devices, "has no CUDA device"),
             "a worker has no CUDA device",
             "give each worker a CUDA device",
             binds=False,
         ),
+        *_CONNECTED,
+    ),
+    HIERARCHICAL: (
+        *_COMMON,
         Obstacle(
-            _with_nccl(_first_without(lambda offer: not offer.nccl, "has no NCCL")),
-            "a worker's torch has no NCCL",
-            "install a torch with NCCL",
+            lambda case: "" if case.shared_hosts() else "each host has one worker",
+            "each host has one worker",
+            "let more workers join on each host; in containers that share a host, set GRADSERVER_HOST to its name",
+            lasts=False,
         ),
         Obstacle(
-            _with_nccl(_nccl_differs),
-            "the versions of NCCL differ",
-            "install the same torch for all workers",
+            lambda case: "" if _host_of_devices(case) else "no host has several workers with a CUDA device each",
+            "no host has several workers with a CUDA device each",
+            "give each worker a CUDA device",
+            binds=False,
+            lasts=False,
         ),
-        Obstacle(
-            _with_nccl(_first(lambda offer: not offer.devices[0].uuid, "does not know its CUDA device's identity")),
-            "a worker's torch does not tell the UUID of a device",
-            "install torch 2.5 or newer",
-        ),
-        Obstacle(
-            _with_nccl(_device_is_shared),
-            "two workers have one CUDA device",
-            "give each worker a CUDA device of its own: call torch.cuda.set_device before connect, or set "
-            "CUDA_VISIBLE_DEVICES. With CUDA_VISIBLE_DEVICES= the workers use gloo",
-        ),
-        Obstacle(
-            _with_gloo(_first_without(lambda offer: GLOO not in offer.backends, "has no gloo")),
-            "a worker has no CUDA device, and a worker's torch has no gloo",
-            "install a torch with gloo, or give each worker a CUDA device",
-        ),
-        Obstacle(
-            _with_gloo(_torch_differs),
-            "a worker has no CUDA device, and the versions of torch differ",
-            "install the same torch for all workers",
-        ),
-        Obstacle(
-            lambda case: "" if any(offer.store for _, offer in case.workers) else "no worker hosts a rendezvous",
-            "no worker could host a rendezvous",
-            "look in the log of the workers for the reason",
-        ),
+        *(one._replace(find=_in_hosts(one.find), when=f"of workers on one host: {one.when}") for one in _CONNECTED),
     ),
     TCP: (
         Obstacle(
@@ -244,25 +299,36 @@ def choose(case: Case, demanded: str = AUTO) -> Choice:
     if all(offer == UNTOLD for _, offer in workers):
         return Choice()
     demand = _demand(workers, demanded)
-    found = _obstacle(case, DIRECT if demand is None else demand.plane, not_binding=demand is None)
-    channels = {offer.channel for _, offer in workers}
-    farthest = next(channel for channel in CHANNELS if channel in channels)
-    reason = found[0] if found is not None else ""
-    if demand is None and found is None:
-        return Choice(DIRECT, f"each worker has a CUDA device of its own and NCCL {workers[0].offer.nccl}")
     if demand is None:
-        return Choice(farthest, _cut(reason))
+        return _best(case)
+    found = _obstacle(OBSTACLES[demand.plane], case, lambda one: one.binds)
     if found is None:
         return Choice(demand.plane, _cut(f"{demand.by} demands it"), True)
-    return Choice(farthest, _cut(f"{demand.by} demands {demand.plane}, and {reason}"))
+    return Choice(_farthest(case), _cut(f"{demand.by} demands {demand.plane}, and {found[0]}"))
 
 
-def can_become_direct(case: Case, demanded: str) -> bool:
-    """Tell whether a group can go by the direct plane, now or when more workers have joined."""
+def _best(case: Case) -> Choice:
+    """Return the plane that nothing is in the way of, where none is demanded."""
+    direct, levels = (_obstacle(OBSTACLES[plane], case, lambda _: True) for plane in AMONG_MEMBERS)
+    if direct is None:
+        return Choice(DIRECT, f"each worker has a CUDA device of its own and NCCL {case.workers[0].offer.nccl}")
+    if levels is None:
+        return Choice(HIERARCHICAL, _cut(f"{direct[0]}, and workers on {_host_of_devices(case)} have one each"))
+    return Choice(_farthest(case), _cut(direct[0]))
+
+
+def _farthest(case: Case) -> str:
+    """Return the plane that is called after the farthest channel."""
+    channels = {offer.channel for _, offer in case.workers}
+    return next(channel for channel in CHANNELS if channel in channels)
+
+
+def can_have_commits(case: Case, demanded: str) -> bool:
+    """Tell whether members of a group can reduce among themselves, now or when more workers have joined."""
     demand = _demand(case.workers, demanded)
     if demand is not None or all(offer == UNTOLD for _, offer in case.workers):
-        return demand is not None and demand.plane == DIRECT
-    return not any(one.lasts and one.find(case) for one in OBSTACLES[DIRECT])
+        return demand is not None and demand.plane in AMONG_MEMBERS
+    return any(_obstacle(OBSTACLES[plane], case, lambda one: one.lasts) is None for plane in AMONG_MEMBERS)
 
 
 def check(group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool, demanded: str) -> None:
@@ -281,8 +347,10 @@ def check(group: str, others: Sequence[Candidate], new: Candidate, leaves_late: 
         )
     workers = [*others, new]
     demand = _demand(workers, demanded)
-    found = None if demand is None else _obstacle(Case(workers, leaves_late), demand.plane)
-    if demand is not None and found is not None:
+    if demand is None:
+        return
+    found = _obstacle(OBSTACLES[demand.plane], Case(workers, leaves_late), lambda one: one.binds and one.lasts)
+    if found is not None:
         raise JoinRefusedError(
             f"group {group!r} cannot go by plane {demand.plane!r}, which {demand.by} demands: {found[0]}. "
             f"To go by it, {found[1].remedy}; or demand another plane, or none"
@@ -296,10 +364,12 @@ def _demand(workers: Sequence[Candidate], demanded: str) -> Demand | None:
     return next((Demand(offer.plane, repr(name)) for name, offer in workers if offer.plane != AUTO), None)
 
 
-def _obstacle(case: Case, plane: str, not_binding: bool = False) -> tuple[str, Obstacle] | None:
-    """Return the first reason against ``plane``, with those that are ``not_binding`` or without them."""
-    for one in OBSTACLES[plane]:
-        if (one.binds or not_binding) and (reason := one.find(case)):
+def _obstacle(
+    obstacles: Sequence[Obstacle], case: Case, counts: Callable[[Obstacle], bool]
+) -> tuple[str, Obstacle] | None:
+    """Return the first reason against a plane, of the obstacles that count."""
+    for one in obstacles:
+        if counts(one) and (reason := one.find(case)):
             return reason, one
     return None
 

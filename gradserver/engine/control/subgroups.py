@@ -28,6 +28,7 @@ from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
+from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
@@ -38,6 +39,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_SUBGROUPS
 from gradserver.protocol.messages import Join, Split
+from gradserver.protocol.offers import UNTOLD
+from gradserver.protocol.planes import AUTO
 
 _NUMBER_BYTES = 12
 """Bytes behind the parent's name in that of a sub-group, at most."""
@@ -61,20 +64,20 @@ def group_for(registry: Registry, base: int, message: Split, effects: Effects) -
         raise UnexpectedMessageError(
             f"a Split of the members {ids}: expected ids in order, with the sender's, {caller}"
         )
-    group = next((one for one in registry.forming.values() if _is_of(one, parent, ids)), None)
+    group = next((one for one in registry.forming.values() if _is_of(one, parent, message)), None)
     group = group or _make(registry, parent, message)
     _check_order(registry, parent, group, caller, effects)
-    offer = parent.planes.offer_of(caller)
+    offer = UNTOLD if message.leaders else parent.planes.offer_of(caller)  # leaders go by the coordinator
     join = Join(group.name, known[caller], ids.index(caller), 0, message.timeout, offer)
     if any(applicant.join.rank == join.rank for applicant in group.applicants.waiting):
         raise UnexpectedMessageError("a Split of a member that waits in the same sub-group already")
     return group, join
 
 
-def _is_of(group: Group, parent: Group, member_ids: tuple[int, ...]) -> bool:
-    """Tell whether ``group`` is a sub-group of these members of ``parent``."""
+def _is_of(group: Group, parent: Group, message: Split) -> bool:
+    """Tell whether ``group`` is the sub-group of ``parent`` that the message asks for."""
     origin = group.origin
-    return origin is not None and origin.parent == parent.name and origin.member_ids == member_ids
+    return origin is not None and origin.parent == parent.name and origin.asked == (message.member_ids, message.leaders)
 
 
 def _make(registry: Registry, parent: Group, message: Split) -> Group:
@@ -85,9 +88,11 @@ def _make(registry: Registry, parent: Group, message: Split) -> Group:
     least = size if parent.policy.needs_all else 1
     policy = replace(parent.policy, minimum=least, maximum=size, lateness=None, rejoin=0.0)
     called, timeouts = tuple(names[one] for one in ids), (parent.timeout, parent.round_timeout)
-    origin, planes = Origin(parent.name, ids, called, *timeouts), Planes(parent.planes.demanded)
+    origin = Origin(parent.name, ids, called, *timeouts, leaders=message.leaders)
+    planes = Planes(AUTO if message.leaders else parent.planes.demanded)
+    nonfinite = OnNonFinite.PROPAGATE if message.leaders else parent.nonfinite
     name = _free_name(registry, parent)
-    group = Group(name, policy, parent.account, parent.nonfinite, planes=planes, origin=origin)
+    group = Group(name, policy, parent.account, nonfinite, planes=planes, origin=origin)
     later = [set(news.member_ids) for news in parent.members.news if news.epoch > message.epoch]
     for place, member_id in enumerate(ids):
         if member_id not in parent.members.by_id or any(member_id not in there for there in later):

@@ -10,7 +10,7 @@ import gradserver
 from gradserver.tools.chaos import generator
 from gradserver.worker.planes.commit import commit_plan
 from gradserver.worker.planes.direct import DirectPlane
-from gradserver.worker.torch_ddp.staging import Staging
+from gradserver.worker.planes.staging import Staging
 
 
 class Directly:

@@ -209,7 +209,7 @@ class Group:
     def has_commits(self) -> bool:
         """True if modules have a commit beside their gradients; before the first is wrapped, if they are to."""
         if self.plans.plan is None:
-            return self.planes.can_become_direct(self.case(self.members.identities.present))
+            return self.planes.can_have_commits(self.case(self.members.identities.present))
         return any(bucket.kind is Kind.COMMIT for bucket in self.plans.plan.buckets)
 
     def log_plane(self, effects: Effects) -> None:

@@ -17,6 +17,7 @@ class Origin:
         names: their names.
         timeout: seconds that the parent's members wait for others.
         round_timeout: seconds that an exchange of the parent waits for a member that is alive.
+        leaders: true if they are leaders of hosts, as a Split says.
         absent: places of those that departed from the parent before they asked.
     """
 
@@ -25,7 +26,13 @@ class Origin:
     names: tuple[str, ...]
     timeout: float
     round_timeout: float
+    leaders: bool = False
     absent: set[int] = field(default_factory=set)
+
+    @property
+    def asked(self) -> tuple[tuple[int, ...], bool]:
+        """The content of a Split that asks for this sub-group: the members, and whether they are leaders."""
+        return self.member_ids, self.leaders
 
     def do_without(self, place: int) -> None:
         """Wait no more for the member at ``place``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradserver.engine.control.planes import Candidate, Case, Choice, can_become_direct, check, choose
+from gradserver.engine.control.planes import Candidate, Case, Choice, can_have_commits, check, choose
 from gradserver.engine.records import Chosen, Told
 from gradserver.protocol.offers import UNTOLD, Offer, summary
 from gradserver.protocol.planes import AUTO
@@ -65,9 +65,9 @@ class Planes:
         before, self.choice = self.choice, self.best_for(case)
         return self.choice != before
 
-    def can_become_direct(self, case: Case) -> bool:
-        """Tell whether the plane of a group that begins can be the direct one, now or with more workers."""
-        return can_become_direct(case, self.demanded)
+    def can_have_commits(self, case: Case) -> bool:
+        """Tell whether members of a group that begins can reduce among themselves, now or with more workers."""
+        return can_have_commits(case, self.demanded)
 
     def check(self, group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool) -> None:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""

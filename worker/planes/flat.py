@@ -1,0 +1,58 @@
+"""The way of buckets on the direct plane: all members reduce in one communicator."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gradserver.protocol.exchange import Op
+from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
+
+_WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def divisor(tensor: Tensor, world: int) -> int:
+    """Return what contributions are divided by before they are summed up: narrow types could not hold the sum."""
+    return 1 if tensor.dtype in _WIDE else world
+
+
+class Flat:
+    """One level: see `gradserver.worker.planes.plane.Way`.
+
+    Args:
+        communicator: communicator of all members.
+        world: number of members.
+    """
+
+    def __init__(self, communicator: Communicator, world: int) -> None:
+        self._communicator, self._world = communicator, world
+        self._signal = Signal()
+
+    def memory(self, index: int, like: Tensor) -> Tensor:  # noqa: ARG002  (Way's signature)
+        """Return memory for a result."""
+        return torch.empty_like(like)
+
+    def open(self, weight: float, signal: Signal) -> None:  # noqa: ARG002
+        """Begin a pass."""
+        self._signal = signal
+
+    def mean(self, index: int, weighed: Tensor) -> Reduction:  # noqa: ARG002
+        """Begin to sum up contributions."""
+        return self.combine(weighed, Op.SUM)
+
+    def combine(self, tensor: Tensor, op: Op) -> Reduction:
+        """Begin to replace ``tensor`` by its combination."""
+        return self._communicator.all_reduce(tensor, op, self._signal)
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Reduction:
+        """Begin to replace ``tensor`` by that of ``rank``."""
+        return self._communicator.broadcast(tensor, rank, self._signal)
+
+    def close(self) -> None:
+        """End a pass."""
+
+    def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
+        """Divide a sum by the sum of weights."""
+        torch.div(result, weight / divisor(result, self._world), out=out)

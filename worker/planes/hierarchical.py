@@ -1,0 +1,223 @@
+"""The way of a module's buckets on the hierarchical plane: up to the leader of the host, across, and down again.
+
+A pass at one member:
+
+    step      a leader                                          another member
+    ────────  ────────────────────────────────────────────────  ─────────────────────────────────────────────────
+    `open`    the host's weight is summed up to the leader      the same
+    `mean`    the bucket is summed up to the leader; then a     the bucket is summed up to the leader
+              lane pushes it as the host's mean, by the
+              host's weight, and another takes the result
+    a wait    in the order of `mean`: the result is awaited,    all results are received, in the same order
+              and broadcast in the host
+    `close`   the round of the sub-group is finished            nothing
+
+So all members of a host make the same calls of their communicator in the same order. Sums of one bucket are made while
+earlier ones are on their way. Other combinations take the same steps one by one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.plan import Plan
+from gradserver.worker.planes.communicator import Reduction, Signal
+from gradserver.worker.planes.flat import divisor
+from gradserver.worker.planes.levels import Levels
+from gradserver.worker.planes.staging import Staging
+from gradserver.worker.planes.tasks import Done
+
+_NO_DATA: Final = 1e-200
+"""Weights below stand for a host without a sample, as in `gradserver.worker.planes.direct`."""
+
+
+class Arrived:
+    """A result that is there."""
+
+    def wait(self, timeout: float) -> None:
+        """Return at once."""
+
+
+_ARRIVED: Final = Arrived()
+
+
+class _Mean:
+    """The mean of a bucket, which comes down in its turn."""
+
+    def __init__(self, way: Hierarchical, index: int) -> None:
+        self._way, self._index = way, index
+
+    def wait(self, timeout: float) -> None:
+        """Wait for it."""
+        self._way._take(self._index, timeout)
+
+
+class _Computed:
+    """A tensor on a CUDA device that the current stream computes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self, timeout: float) -> None:  # noqa: ARG002  (Pending's signature)
+        """Wait until it is computed."""
+        self._event.synchronize()
+
+
+class Hierarchical:
+    """Two levels: see `gradserver.worker.planes.plane.Way`.
+
+    Args:
+        levels: the levels of the epoch.
+        plan: buckets of the module.
+        world: number of members.
+        timeout: limit of each wait, in seconds.
+        signal: interrupts the wait for the other leaders' plan.
+    """
+
+    def __init__(self, levels: Levels, plan: Plan, world: int, timeout: float, signal: Signal) -> None:
+        self._levels, self._world, self._timeout = levels, world, timeout
+        means = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
+        self._parts = {index: part for part, index in enumerate(means)}
+        """Place of each mean among the means: the leaders' plan has no other bucket."""
+        self._staging: Staging | None = None
+        group = levels.among
+        if group is not None and means:
+            shared = Plan(tuple(plan.buckets[index] for index in means))
+            agreed: Any = levels.ask(lambda: group.agree_beside(shared, timeout), signal, timeout)
+            self._staging = Staging(group, agreed, timeout)
+        self._begin(signal)
+
+    def _begin(self, signal: Signal) -> None:
+        self._signal = signal
+        self._weight = torch.zeros(1, dtype=torch.float64)
+        """Weight of this member; at a leader, of its host as soon as that is known."""
+        self._results: dict[int, Tensor] = {}
+        """Memory of the means, in the order in which they were begun."""
+        self._up: dict[int, Reduction] = {}
+        """Reductions to the leader, at another member."""
+        self._came: dict[int, Done] = {}
+        """Results, at a leader."""
+        self._down: dict[int, Reduction | Arrived] = {}
+        """Broadcasts that were begun."""
+
+    # ── means ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def memory(self, index: int, like: Tensor) -> Tensor:
+        """Return memory for a result: at a leader, such as the channel reads and writes without a copy."""
+        if self._staging is not None and index in self._parts:
+            return self._staging.new_memory(like.numel(), like.dtype, like.device)
+        return torch.empty_like(like)
+
+    def open(self, weight: float, signal: Signal) -> None:
+        """Begin a pass: sum up the host's weight."""
+        self._begin(signal)
+        self._weight.fill_(weight)
+        inside, levels = self._levels.inside, self._levels
+        if inside is not None:
+            reduction = inside.reduce(self._weight, 0, levels.inner if levels.leads else signal)
+            if levels.leads:
+                levels.up.do(partial(reduction.wait, self._timeout), signal)
+
+    def mean(self, index: int, weighed: Tensor) -> _Mean:
+        """Begin to sum up contributions in the host; from there the lanes go on."""
+        levels, inside, reduction = self._levels, self._levels.inside, None
+        self._results[index] = weighed
+        if inside is not None:
+            reduction = inside.reduce(weighed, 0, levels.inner if levels.leads else self._signal)
+        if not levels.leads:
+            assert reduction is not None, "a member that is alone on its host leads it"
+            self._up[index] = reduction
+        else:
+            summed = _Computed(weighed) if reduction is None and weighed.is_cuda else reduction
+            came = self._came[index] = Done(self._signal)
+            levels.up.do(partial(self._send, index, weighed, summed, came), self._signal)
+        return _Mean(self, index)
+
+    def _send(self, index: int, weighed: Tensor, summed: Reduction | _Computed | None, came: Done) -> None:
+        """Push the host's mean when it is summed up. Runs in a lane, as `_receive` does."""
+        if summed is not None:
+            summed.wait(self._timeout)
+        weight = float(self._weight)
+        present = weight >= _NO_DATA
+        if present and (factor := divisor(weighed, self._world) / weight) != 1.0:
+            weighed.mul_(factor)
+        if self._staging is None:
+            _settle(weighed)
+            came.come()
+            return
+        part = self._parts[index]
+        self._staging.note_writer(part, weighed.device)
+        self._staging.push(part, weighed, weight, present)
+        self._levels.down.do(partial(self._receive, part, weighed, came), self._signal)
+
+    def _receive(self, part: int, result: Tensor, came: Done) -> None:
+        assert self._staging is not None
+        self._staging.wait(part)
+        _settle(result)
+        came.come()
+
+    def _take(self, index: int, timeout: float) -> None:
+        """Wait for the result of a bucket, and begin to hand out those that are due until then."""
+        for one in self._results:
+            if one in self._down:
+                continue
+            if self._levels.leads:
+                if index in self._down and not self._came[one].is_done:
+                    break
+                self._levels.await_lanes(self._came[one], self._signal, timeout)
+            else:
+                self._up[one].wait(timeout)
+            self._down[one] = self._hand_out(self._results[one])
+        self._down[index].wait(timeout)
+
+    def _hand_out(self, result: Tensor) -> Reduction | Arrived:
+        inside = self._levels.inside
+        return _ARRIVED if inside is None else inside.broadcast(result, 0, self._signal)
+
+    def close(self) -> None:
+        """End a pass: finish the leaders' round, if all of them are still there."""
+        if self._staging is not None and self._results:
+            self._levels.ask(self._staging.finish, self._signal, self._timeout)
+            self._levels.check_complete()
+
+    def divide(self, result: Tensor, weight: float, out: Tensor) -> None:  # noqa: ARG002  (Way's signature)
+        """Copy a mean: the leaders have divided it."""
+        out.copy_(result)
+
+    # ── other combinations, one step after the other ──────────────────────────────────────────────────
+
+    def combine(self, tensor: Tensor, op: Op) -> Reduction | Arrived:
+        """Combine tensors in each host, then among leaders, and begin to hand out the result."""
+        inside, group = self._levels.inside, self._levels.among
+        if inside is not None:
+            inside.all_reduce(tensor, op, self._signal).wait(self._timeout)
+        if group is not None:
+            self._across(partial(group.all_reduce, tensor, op.name.lower()))
+        return self._hand_out(tensor)
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Reduction | Arrived:
+        """Bring the tensor of ``rank`` to all."""
+        levels = self._levels
+        root = next(place for place, ranks in enumerate(levels.hosts) if rank in ranks)
+        if root == levels.place and levels.inside is not None:
+            place = levels.hosts[root].index(rank)
+            levels.inside.broadcast(tensor, place, self._signal).wait(self._timeout)
+        if levels.among is not None:
+            self._across(partial(levels.among.broadcast, tensor, root))
+        return _ARRIVED if root == levels.place else self._hand_out(tensor)
+
+    def _across(self, call: Any) -> None:
+        self._levels.ask(call, self._signal, self._timeout)
+        self._levels.check_complete()
+
+
+def _settle(tensor: Tensor) -> None:
+    """Wait until what this thread has queued for a tensor is done: another thread goes on with it."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
