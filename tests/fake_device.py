@@ -97,6 +97,7 @@ class FakeDevice:
         self.refuses = refuses
         self.locked: dict[int, int] = {}
         self.pinned_bytes = 0
+        self.is_capturing = False
         self.users = set[int]()
         """Threads that have made it theirs."""
         self.copied = [0, 0]
@@ -115,6 +116,9 @@ class FakeDevice:
 
     def current_stream(self) -> FakeStream:
         return self.compute
+
+    def captures(self) -> bool:
+        return self.is_capturing
 
     def run(self, work: Callable[[], object], stream: Any) -> None:
         def later() -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, distributed
 
 from gradserver.protocol.errors import BackendUnavailableError, RoundVoidError
-from gradserver.worker.planes import communicator
+from gradserver.worker.planes import bodies, communicator
+from gradserver.worker.planes.bodies import Scratch
 from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
 from tests.cluster import members, together
-from tests.fake_device import FakeDevice, FakeEvent, Pace
+from tests.fake_device import FakeDevice, FakeEvent, FakeStream, Pace
 from tests.test_direct import train
 
 dist: Any = distributed
@@ -127,6 +128,21 @@ def test_a_reduction_on_a_device_has_a_deadline() -> None:
     reduction = Reduction(Work(lambda: None), torch.zeros(1), signal, queue_of(device))
     with pytest.raises(BackendUnavailableError, match="not done after 0.01 s"):
         reduction.wait(0.01)
+
+
+def test_memory_for_results_is_free_when_the_call_before_has_read_it_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, scratch, read = FakeDevice(compute="late"), Scratch(), list[float]()
+    monkeypatch.setattr(bodies, "open_device", lambda _: device)
+    memory = scratch.take(3, torch.float32, CPU).fill_(1.0)
+    device.compute.enqueue(lambda: read.extend(memory.tolist()))
+    scratch.give_back(CPU)
+    device.compute = FakeStream(device, "late")  # the next call is on another stream
+    assert scratch.take(2, torch.float32, CPU).data_ptr() == memory.data_ptr()
+    device.compute.enqueue(lambda: memory.fill_(2.0))
+    device.compute.synchronize()
+    assert read == [1.0] * 3
 
 
 # ── over gloo ─────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradserver
 from gradserver import DistributedDataParallel, LocalCluster
-from gradserver.protocol.errors import NonFiniteError
+from gradserver.protocol.errors import NonFiniteError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from gradserver.worker.devices.cuda import CudaDevice, fetch
@@ -249,3 +250,38 @@ def test_lossy_wires_have_the_bits_of_the_host(wire: str) -> None:
             results += cluster.run(work, where)
     for one in results[1:]:
         assert all(map(torch.equal, one, results[0]))
+
+
+# ── CUDA graphs ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_module_that_is_captured_trains_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADSERVER_URL", raising=False)
+
+    def trained(captures: bool) -> dict[str, Tensor]:
+        module: Any = Transformer(0).cuda()
+        inputs, targets = (tensor.cuda() for tensor in tokens(0, ROWS))
+        if captures:
+            torch.cuda.make_graphed_callables(module, (inputs,))
+        with gradserver.connect(rank=0, world_size=1) as worker:
+            model = DistributedDataParallel(module, worker)
+            optimizer = sgd(model)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model, inputs, targets).backward()
+                optimizer.step()
+        return {name: parameter.detach().cpu() for name, parameter in module.named_parameters()}
+
+    assert distance(trained(True), trained(False)) < 1e-5
+
+
+def test_a_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADSERVER_URL", raising=False)
+    inputs, targets = (tensor.cuda() for tensor in tokens(0, ROWS))
+    with gradserver.connect(rank=0, world_size=1) as worker:
+        model = DistributedDataParallel(Transformer(0).cuda(), worker)
+        loss_of(model, inputs, targets).backward()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(UsageError, match="wrap what that returns"):
+            model(inputs)
+        loss_of(model, inputs, targets).backward()

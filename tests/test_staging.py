@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gradserver
 from gradserver import DistributedDataParallel, LocalCluster
 from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.errors import ClosedError, MalformedMessageError, NonFiniteError
+from gradserver.protocol.errors import ClosedError, MalformedMessageError, NonFiniteError, UsageError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Kind, Op, Pool, operation_of
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import MIB
@@ -587,3 +588,16 @@ def test_a_result_before_its_piece_is_refused() -> None:
     assert written == [(0, MIB)]
     with pytest.raises(MalformedMessageError, match="came before that slice was sent"):
         exchange.write(Result(key, 1, 1.0, True), bytes(MIB))
+
+
+def test_a_step_is_not_captured_into_a_graph(fake: OpenFake) -> None:
+    device = fake()
+    with gradserver.connect(rank=0, world_size=1) as worker:
+        model = DistributedDataParallel(Transformer(), worker)
+        device.is_capturing = True
+        with pytest.raises(UsageError, match="wrap what that returns"):
+            loss_of(model, *tokens(0, 2))
+        with torch.no_grad():
+            loss_of(model, *tokens(0, 2))
+        device.is_capturing = False
+        loss_of(model, *tokens(0, 2)).backward()

@@ -286,6 +286,11 @@ class Copier:
         weakref.finalize(self, self._outbound.close).atexit = False
         worker.closes(self._outbound)
 
+    @property
+    def is_captured(self) -> bool:
+        """True if the calling thread's computation is captured, so that no gradient is there to be exchanged."""
+        return self._device.captures()
+
     def note_writer(self, index: int) -> None:
         """Note that the calling thread's stream writes to bucket ``index``."""
         stream, writers = self._device.current_stream(), self._writers.setdefault(index, [])

@@ -46,6 +46,10 @@ class CudaDevice:
         stream: Stream = _cuda.current_stream(self._device)
         return stream
 
+    def captures(self) -> bool:
+        """Return whether the calling thread's stream is captured into a CUDA graph."""
+        return bool(_cuda.is_current_stream_capturing())
+
     def run(self, work: Callable[[], object], stream: Any) -> None:
         """Queue what ``work`` does on the device on ``stream``."""
         with torch.cuda.stream(stream):

@@ -52,6 +52,9 @@ class Device(Protocol):
     def current_stream(self) -> Stream:
         """Return the stream of the calling thread's computation."""
 
+    def captures(self) -> bool:
+        """Return whether the calling thread's computation is captured, to be replayed later, and not carried out."""
+
     def run(self, work: Callable[[], object], stream: Stream) -> None:
         """Queue what ``work`` does on the device on ``stream``."""
 

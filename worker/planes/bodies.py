@@ -21,6 +21,8 @@ from torch import Tensor
 from gradserver.protocol.dtypes import DType
 from gradserver.protocol.exchange import Kind, Op
 from gradserver.worker.collectives.call import Call
+from gradserver.worker.devices.cuda import fetch_whole, open_device
+from gradserver.worker.devices.device import Event
 from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
 from gradserver.worker.tensors import bind, is_torch, like
 
@@ -78,18 +80,34 @@ def _dtype(dtype: DType) -> torch.dtype:
 
 
 class Scratch:
-    """Memory for results, which one call after the other takes. The largest is kept."""
+    """Memory for results, which one call after the other takes. The largest is kept.
+
+    Calls may be on different streams of a device. So a call waits there for the one before to be done with it.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[torch.device, Tensor] = {}
+        self._done: dict[torch.device, Event] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for so many elements. The next call takes the same."""
-        nbytes = numel * dtype.itemsize
+        nbytes, opened = numel * dtype.itemsize, open_device(device)
         memory = self._memory.get(device)
         if memory is None or memory.numel() < nbytes:
             memory = self._memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if opened is not None:
+            stream = opened.current_stream()
+            opened.keep(memory, stream)
+            if device in self._done:
+                stream.wait_event(self._done[device])
         return memory[:nbytes].view(dtype)
+
+    def give_back(self, device: torch.device) -> None:
+        """Note that the present call has read its result, on the current stream."""
+        opened = open_device(device)
+        if opened is not None:
+            self._done[device] = opened.new_event()
+            opened.current_stream().record_event(self._done[device])
 
     def drop(self) -> None:
         """Take other memory from now on: what was given up may still write to this."""
@@ -124,7 +142,7 @@ class Body:
     def has_nan(self) -> bool:
         """True if the least or largest element is not a number: libraries disagree on what that means."""
         op, elements = self._call.operation.op, self._flat.elements
-        return op in (Op.MIN, Op.MAX) and elements.is_floating_point() and bool(elements.isnan().any())
+        return op in (Op.MIN, Op.MAX) and elements.is_floating_point() and bool(fetch_whole(elements.isnan().any()))
 
     def start(self, group: Communicator, signal: Signal, weights: Sequence[float], scratch: Scratch) -> Reduction:
         """Begin the exchange with the others. ``weights`` are those of all members, by rank."""

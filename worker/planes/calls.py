@@ -157,7 +157,7 @@ class DirectCalls:
         handle = _Outcome(self._session.timeout)
         handle.on_error(self._session.heed)
         if stream is not None:
-            handle.then(partial(_follow, stream, call.stream is None))
+            handle.then(partial(_follow, handle, stream, call.stream is None))
         self._lane.submit(partial(self._carry_out, call, body, stream, can, handle))
         return handle
 
@@ -214,6 +214,7 @@ class DirectCalls:
             fine = self._exchange(call, body, weights)
             if all(one == b"\1" for one in self._gather(operation, b"\1" if fine else b"\0")):
                 handle._value = body.commit()
+                self._scratch.give_back(body.device)
                 handle.weight, handle.present = sum(weights), any(weights)
                 return True
             self._void()
@@ -309,10 +310,13 @@ def _counts(operation: Operation, weights: Sequence[float]) -> bool:
     return operation.op in (Op.MEAN, Op.SUM) or all(weights)
 
 
-def _follow(stream: Any, beside: bool) -> None:
-    """Have what is queued from now on wait for ``stream``, if it is ours."""
+def _follow(handle: Handle[Any], stream: Any, beside: bool) -> None:
+    """Have what is queued from now on wait for ``stream``, if it is ours: what it allocated is used here then."""
     if beside:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
+        if isinstance(handle._value, torch.Tensor) and handle._value.is_cuda:
+            handle._value.record_stream(current)
 
 
 _of_session: WeakKeyDictionary[Session, DirectCalls] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.errors import DeadlineError, UsageError
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.copies import Copier
@@ -58,7 +58,15 @@ class Staging:
 
         Results are waited for at the end of a backward, in the thread that autograd has for the device. The other
         worker's backward would need that same thread. So they run theirs in their own threads.
+
+        Raises:
+            UsageError: the forward is captured into a CUDA graph, which would replay no exchange.
         """
+        if any(copier is not None and copier.is_captured for copier in self._devices.values()):
+            raise UsageError(
+                "a step that exchanges gradients cannot be captured into a CUDA graph: capture the module's own "
+                "forward and backward (torch.cuda.make_graphed_callables), and wrap what that returns"
+            )
         if any(self in sharers and len(sharers) > 1 for sharers in _on_device.values()):
             torch.autograd.set_multithreading_enabled(False)  # concerns this thread alone
 
