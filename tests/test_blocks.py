@@ -22,6 +22,7 @@ from gradserver.protocol.errors import (
     UsageError,
 )
 from gradserver.worker.client import Worker
+from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.blocks import (
     EMBEDDING,
     FINAL_NORM,
@@ -32,6 +33,7 @@ from gradserver.worker.torch_ddp.blocks import (
     unflatten,
 )
 from gradserver.worker.torch_ddp.flatten import BlockShape
+from tests.cluster import members, together
 
 torch.set_num_threads(1)
 
@@ -40,9 +42,24 @@ BLOCKS = 3
 HEAD, NORM, EMBED = 20, 4, 12
 
 
-def on(world: int, fn: Callable[[Worker], Any]) -> list[Any]:
+_channel = {"over": "memory"}
+"""The channel of the test that runs."""
+
+
+@pytest.fixture(autouse=True, params=["memory", pytest.param("direct", marks=pytest.mark.long)])
+def channel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test over the coordinator, and on the direct plane."""
+    monkeypatch.setitem(_channel, "over", request.param)
+
+
+def in_a_cluster(world: int, fn: Callable[[Worker], Any]) -> list[Any]:
     with LocalCluster(world, timeout=10.0) as cluster:
         return cluster.run(fn)
+
+
+def on(world: int, fn: Callable[[Worker], Any]) -> list[Any]:
+    with members(_channel["over"], world, timeout=10.0) as workers:
+        return together(workers, fn)
 
 
 def alone(fn: Callable[[Worker], Any]) -> Any:
@@ -254,7 +271,7 @@ def test_second_push_of_one_block_is_out_of_step() -> None:
 
 def test_sizes_that_differ_are_named() -> None:
     with pytest.raises(PlanMismatchError, match=r"has block\.1\.1 \(4, float32.*has block\.1\.1 \(5, float32"):
-        on(2, lambda worker: GradientExchange(worker, 2, (3, 4 + worker.rank)))
+        in_a_cluster(2, lambda worker: GradientExchange(worker, 2, (3, 4 + worker.rank)))
 
 
 def test_first_steps_that_differ_are_named() -> None:
@@ -263,7 +280,7 @@ def test_first_steps_that_differ_are_named() -> None:
             exchange_for(worker, step=5 * worker.rank)
         return str(caught.value)
 
-    assert on(2, work) == ["the workers begin at different steps: 'worker-0' at 0, 'worker-1' at 5"] * 2
+    assert in_a_cluster(2, work) == ["the workers begin at different steps: 'worker-0' at 0, 'worker-1' at 5"] * 2
 
 
 def test_first_step_of_a_resumed_run() -> None:
@@ -301,3 +318,39 @@ def test_exchange_whose_plan_was_replaced() -> None:
             first.push_block(0, 0, np.zeros(2, np.float32))
 
     alone(work)
+
+
+# ── on the direct plane ───────────────────────────────────────────────────────────────────────────────
+
+
+def step_of(worker: Worker, exchange: GradientExchange, waits: bool) -> list[float]:
+    """Do a step, with a wait for the first block before the others are pushed, if it ``waits``."""
+    own = gradients(worker.rank, exchange.step)
+    for index in reversed(range(BLOCKS)):
+        handle = exchange.push_block(exchange.step, index, own[f"block.{index}"], weight=1.0 + worker.rank)
+        if waits:
+            handle.wait()
+    for component, key in enumerate(("lm_head", "norm", "embedding")):
+        handle = exchange.push_non_block(exchange.step, component, own[key], weight=1.0 + worker.rank)
+    handle.wait()
+    assert handle.weight == 6.0
+    found = [float(one) for one in own["embedding"]] + [float(one) for one in own["block.2"]]
+    exchange.finish()
+    return found
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_rounds_of_an_exchange_are_direct_and_a_wait_for_one_block_sends_them_over_the_coordinator(waits: bool) -> None:
+    def work(worker: Worker) -> tuple[list[list[float]], int]:
+        exchange = exchange_for(worker)
+        steps = [step_of(worker, exchange, waits and worker.rank == 1) for _ in range(4)]
+        return steps, Directs.of(worker).voids
+
+    with members("direct", 3) as workers:
+        found = together(workers, work)
+    for step in range(4):
+        each = [gradients(rank, step) for rank in range(3)]
+        means = [sum((rank + 1) * each[rank][key] for rank in range(3)) / 6 for key in ("embedding", "block.2")]
+        assert np.allclose(found[0][0][step], np.concatenate(means), rtol=1e-5, atol=1e-6)
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] == int(waits)

@@ -63,6 +63,8 @@ class Directs:
     def reduces(self) -> bool:
         """Tell whether the present round is direct. All members say the same: it depends on what all have been told."""
         session, here = self.session, self.session.membership
+        if any(device.type == "cuda" for device in self.devices):
+            session.boundaries.settle()  # kernels of collectives come before those of this round, at all members
         if here.epoch != self.epoch:
             self.give_up()
             self.epoch, self.voids, self.rests_until = here.epoch, 0, 0

@@ -117,6 +117,10 @@ class Staging:
             self._devices[device] = copier
         return self._devices[device]
 
+    def within(self, timeout: float | None) -> None:
+        """Limit waits from now on to ``timeout`` seconds; None for as long as the worker does."""
+        self._timeout = timeout
+
     def finish(self) -> dict[int, Handle]:
         """Wait until every result is in its bucket. Return the handles, by bucket, and open the next round.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from gradserver.worker.torch_ddp.flatten import (
     unflatten as unflatten,
 )
 from gradserver.worker.tree import Tree
+
+if TYPE_CHECKING:
+    from gradserver.worker.torch_ddp.block_rounds import BlockRounds
 
 LM_HEAD: Final = NON_BLOCK_COMPONENTS.index("lm_head")
 FINAL_NORM: Final = NON_BLOCK_COMPONENTS.index("final_norm")
@@ -77,6 +80,8 @@ class GradientExchange:
         dtype: name of the element type.
         step: the first step, the same on all workers.
         timeout: seconds to wait for others; None takes the worker's.
+        device: device of the gradients, the same kind on all workers; None for the CPU. On the direct plane, gradients
+            on a CUDA device stay there. Gradients that are elsewhere are copied.
         wire: codecs by bucket, as in `DistributedDataParallel`. Keys are ``block.0`` and so on, and the names above.
 
     Attributes:
@@ -102,6 +107,7 @@ class GradientExchange:
         step: int = 0,
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
+        device: Any = None,
     ) -> None:
         self._worker = worker
         self._timeout = timeout
@@ -119,8 +125,19 @@ class GradientExchange:
             buckets.append(Bucket(name, element, (Component(name, (whole_number(size, name),)),)))
         self._agreement = worker.agree_beside(with_named_codecs(Plan(tuple(buckets)), wire or {}), timeout)
         self.plan = self._agreement.plan
+        self._rounds = self._planed(device)
         if not worker.joins:  # a learner hears of the step from the others
             self._check_first_step()
+
+    def _planed(self, device: Any) -> BlockRounds | None:
+        """Return the rounds on the plane that wrapped modules have; None where they can only be the coordinator's."""
+        if not self._worker._session.membership.commits:
+            return None
+        import torch
+
+        from gradserver.worker.torch_ddp.block_rounds import BlockRounds  # some builds of torch lack what it needs
+
+        return BlockRounds(self._worker, self._agreement, torch.device(device or "cpu"), self._timeout)
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
         """Let workers join an elastic group: each gets what ``snapshot()`` returns, and the step.
@@ -206,7 +223,10 @@ class GradientExchange:
             GradServerError: a bucket failed, for example with NonFiniteError or WorkerLostError.
         """
         self._agreement.check()
-        self._agreement.finish(self._timeout if timeout is None else timeout)
+        if self._rounds is None:
+            self._agreement.finish(self._timeout if timeout is None else timeout)
+        else:
+            self._rounds.finish(timeout)
         given, self._given = self._given, []
         if self._worker.skipped:
             for part in (part for parts in given for part in parts):
@@ -244,8 +264,11 @@ class GradientExchange:
             flat, parts = gradient, [gradient]
         if not all(is_torch(part) or part.flags.writeable for part in parts):
             raise LayoutError(f"the mean of {key} cannot be written into a read-only array")
-        data = _exchangeable(flat)
-        handle = self._worker.push(self._agreement.first + bucket, data, weight=weight)
+        data = _exchangeable(flat, None if self._rounds is None else self._rounds.device)
+        if self._rounds is None:
+            handle = self._worker.push(self._agreement.first + bucket, data, weight=weight)
+        else:
+            handle = self._rounds.push(bucket, data, weight)
         self._given.append(parts)
         if data is not gradient:
             handle.then(lambda: _write_back(data, parts))
@@ -282,13 +305,24 @@ def _check_sizes(given: tuple[int, ...], agreed: tuple[int, ...], gradient: Any,
         raise SizeMismatchError(f"block {index} has component sizes {given}, agreed on were {agreed}")
 
 
-def _exchangeable(flat: Any) -> Any:
-    """Return ``flat`` if the worker can exchange it where it lies, else a copy."""
+def _exchangeable(flat: Any, device: Any = None) -> Any:
+    """Return ``flat`` if the worker can exchange it where it lies, else a copy on ``device``; None for the CPU."""
     if not is_torch(flat):
-        return np.ascontiguousarray(flat)
-    if flat.device.type == "cpu" and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
+        flat = np.ascontiguousarray(flat)
+        if device is None or device.type == "cpu":
+            return flat
+        flat = _on_host(flat)
+    kind = "cpu" if device is None else device.type
+    if flat.device.type == kind and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
         return flat
-    return flat.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+    return flat.detach().to(device or "cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+
+
+def _on_host(array: Any) -> Any:
+    """Return an array as a tensor of torch's, on the CPU."""
+    from gradserver.worker.torch_ddp.block_rounds import tensor_of
+
+    return tensor_of(array)
 
 
 def _clear(part: Any) -> None:
@@ -307,4 +341,4 @@ def _write_back(data: Any, parts: list[Any]) -> None:
         if is_torch(part):
             part.detach().copy_(mean.view(part.shape))
         else:
-            part[...] = mean.reshape(part.shape)
+            part[...] = (mean.numpy(force=True) if is_torch(mean) else mean).reshape(part.shape)
