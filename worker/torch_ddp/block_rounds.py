@@ -19,8 +19,8 @@ from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.planes.commit import commit_plan
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.plane import Outcome
+from gradserver.worker.planes.staging import Staging
 from gradserver.worker.tensors import bind, is_torch, numel_of, wire_dtype
-from gradserver.worker.torch_ddp.staging import Staging
 
 
 class BucketHandle(Handle[None]):
@@ -69,7 +69,7 @@ class _BlockPlane(DirectPlane):
 
 
 class BlockRounds:
-    """Rounds of one agreement, whose buckets are means in memory of the caller.
+    """Rounds of one agreement. Buckets become their means in memory of the caller.
 
     Args:
         worker: worker that has made the agreement.
