@@ -172,7 +172,14 @@ class MembershipChangedError(DisagreementError):
 
 
 class RoundVoidError(DisagreementError):
-    """A round that members reduced among themselves does not count. Its gradients go over the coordinator instead."""
+    """A round that members reduced among themselves does not count. Its gradients go over the coordinator instead.
+
+    Attributes:
+        epoch: number of a membership. From this round on, what members began in memberships before it is void. With 0
+            this round alone is void.
+    """
+
+    epoch: int = 0
 
 
 class PeerError(GradServerError):

@@ -50,6 +50,8 @@ class Act(NamedTuple):
     numel: int = 1
     root: int = 0
     section: int = 0
+    direct: bool = False
+    """True if members reduce the round among themselves (`tests.direct_session_group`)."""
 
 
 class Outcome(NamedTuple):
@@ -528,11 +530,15 @@ class Group:
         assert sorted(found) == list(range(self.rounds)), "the ledger lacks a round"
         return found
 
+    def sections_of(self, act: Act) -> set[int]:
+        """Return the sections in which a round of the program may have been exchanged."""
+        return {self.nodes[0].agreements[act.section].number}
+
     def _check_rounds(self) -> None:
         for number, record in self._records().items():
             nodes = self._witnesses(number)
             act = self.program[self.place_of_round(number)]
-            assert record.section == self.nodes[0].agreements[act.section].number
+            assert record.section in self.sections_of(act)
             for node in nodes:
                 results = node.rounds[number]
                 for part, values in results.values.items():

@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
-A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``parts`` and
-``promotions``. The figures are of one core.
+A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
+``parts`` and ``promotions``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from tests.crash_harness import Trap
+from tests.direct_session_group import DirectGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
 
@@ -31,6 +32,22 @@ def script(seed: int) -> Group:
     preemption = chance.choice((0.0, 0.0, 0.05))
     group = Group(chance.randint(1, 4), modules, program, seed, chance.choice(RATES), fuses, preemption=preemption)
     happenings = (group.break_line, group.break_line, group.kill, group.join, group.world.kill_any_shard)
+    for _ in range(chance.randint(0, 6)):
+        what = partial(chance.choice(happenings), chance.randint(0, 3))
+        group.world.at[chance.randint(0, STEPS)].append(what)
+    return group
+
+
+def script_of_direct_rounds(seed: int) -> DirectGroup:
+    """Make a group whose members reduce most rounds among themselves."""
+    chance = random.Random(seed)
+    modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 3))] for _ in range(chance.choice((1, 1, 2)))]
+    acts = [_act(chance, len(modules), 0.85) for _ in range(chance.randint(4, 10))]
+    program = [act._replace(direct=act.kind == "round" and chance.random() < 0.85) for act in acts]
+    fuses = [chance.randint(0, 80) for _ in range(chance.randint(0, 4))]
+    where = chance.choice(RATES), fuses, None, chance.choice((0.0, 0.0, 0.05)), chance.choice((0.0, 0.1, 0.3))
+    group = DirectGroup(chance.randint(1, 4), modules, program, seed, *where)
+    happenings = (group.break_line, group.break_line, group.kill, group.kill, group.join, group.world.kill_any_shard)
     for _ in range(chance.randint(0, 6)):
         what = partial(chance.choice(happenings), chance.randint(0, 3))
         group.world.at[chance.randint(0, STEPS)].append(what)
@@ -92,7 +109,7 @@ def check(group: Group) -> None:
     group.check_entered()
 
 
-KINDS = {"all": script, "parts": script_of_parts, "promotions": script_of_promotions}
+KINDS = {"all": script, "direct": script_of_direct_rounds, "parts": script_of_parts, "promotions": script_of_promotions}
 
 
 def main(seconds: float, seed: int, kind: str = "all") -> None:

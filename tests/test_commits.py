@@ -118,6 +118,20 @@ def test_members_that_have_not_committed_hear_of_a_refusal_while_they_wait(fixed
     assert fixed.run(work) == [(2.0, 2.0)] * 3
 
 
+def test_member_that_refuses_twice_stays(fixed: gradserver.LocalCluster) -> None:
+    def work(worker: Worker) -> tuple[float, float]:
+        sections = Sections.of(worker)
+        watch = sections.begin()
+        if worker.rank == 2:
+            worker._session.boundaries.refuse(sections.commit.first)
+            worker._session.boundaries.refuse(sections.commit.first)
+        with pytest.raises(RoundVoidError):
+            watch.wait(SECONDS)
+        return sections.again()
+
+    assert fixed.run(work) == [(2.0, 2.0)] * 3
+
+
 def test_gradients_of_one_member_make_way_for_those_of_all(fixed: gradserver.LocalCluster) -> None:
     committed = threading.Barrier(2, timeout=SECONDS)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.errors import DisagreementError, WorkerLostError
+from gradserver.protocol.errors import DisagreementError, RoundVoidError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.messages import (
     Attend,
@@ -146,3 +146,33 @@ def test_what_is_used_is_said_when_a_round_begins_and_again_on_a_new_connection(
     assert isinstance(ended.error, DisagreementError)
     member.finish_round()
     assert member.again() == [], "that round is over"
+
+
+def test_words_about_commits_are_kept_for_their_rounds() -> None:
+    """Test words about this round and the next, in any order, before the plan is known."""
+    rounds, waiting = Alone().member.rounds, Waiting()
+    this, following = (ExchangeKey(Stream.BUCKET, number, 1) for number in (0, 1))
+    assert rounds.commit_failed(following, RoundVoidError("next")) is None
+    assert rounds.commit_failed(this, RoundVoidError("this")) is None
+    for number, text in enumerate(("this", "next")):
+        why = rounds.begin_direct(1, waiting)
+        assert why is not None
+        assert why.message == text
+        assert rounds.refused is None
+        rounds.begin_again()
+        assert rounds.refused == ExchangeKey(Stream.BUCKET, number, 1)
+        rounds.finish()
+    assert rounds.begin_direct(1, waiting) is None
+
+
+@pytest.mark.parametrize(("number", "epoch", "is_void"), [(0, 8, True), (2, 8, True), (3, 8, False), (0, 7, False)])
+def test_a_word_about_memberships_is_for_their_members_from_its_round_on(
+    number: int, epoch: int, is_void: bool
+) -> None:
+    """Test a member of epoch 7 in round 2."""
+    rounds, waiting = Alone().member.rounds, Waiting()
+    rounds.go_on_from(2)
+    assert rounds.begin_direct(1, waiting) is None
+    told = rounds.commit_failed(ExchangeKey(Stream.BUCKET, number, 1), RoundVoidError("gone", epoch=epoch))
+    assert told is (waiting if is_void else None)
+    assert rounds.commit_failed(ExchangeKey(Stream.BUCKET, 0, 1), WorkerLostError("lost")) is waiting

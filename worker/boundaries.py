@@ -19,8 +19,7 @@ from gradserver.protocol.errors import (
     MembershipChangedError,
     OutOfStepError,
 )
-from gradserver.protocol.exchange import BUCKET, ExchangeKey
-from gradserver.protocol.messages import Enter, Membership, Opened, Push, Transfer
+from gradserver.protocol.messages import Enter, Membership, Opened, Transfer
 from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
@@ -125,12 +124,7 @@ class Boundaries:
 
     def refuse(self, index: int) -> None:
         """Say that this worker could not reduce the present round with the others: its commit ``index`` is void."""
-        rounds, exchanges = self._member.rounds, self._member.exchanges
-        assert rounds.plan is not None
-        key = ExchangeKey(BUCKET, rounds.number, index)
-        shard = exchanges.table.share(key, rounds.plan.buckets[index].operation).shard_of(0)
-        with suppress(ClosedError, ConnectionError):  # the next push will report it
-            self._traffic.channel.send(Push(key, 0, 0.0, False), (), shard)
+        self._traffic.hand(self._member.refuse, index)
 
     def begin_again(self) -> None:
         """Begin the present round again, in a section that the coordinator reduces: it was void."""

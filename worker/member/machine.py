@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.errors import WorkerLostError
+from gradserver.protocol.errors import RoundVoidError, WorkerLostError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Attended, Failure, Leave, Message, Opened, Scope, Welcome
-from gradserver.protocol.messages.data import Missing, Result
+from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, Ready, RoundDone, Transfer
 from gradserver.worker.member.attachment import Attachment
@@ -111,7 +111,8 @@ class Member:
             case Scope.EXCHANGE if failure.key is not None:
                 if (waiting := self.rounds.commit_failed(failure.key, error)) is not None:
                     self.effects.complete(waiting, error)
-                self.exchanges.fail(failure.key, error, shard)
+                if not isinstance(error, RoundVoidError) or not error.epoch:  # else it is about memberships before
+                    self.exchanges.fail(failure.key, error, shard)
             case Scope.PROPOSAL if (proposal := self.plans.open) is not None:
                 self.effects.complete(proposal.waiter, error)
             case Scope.DATA:
@@ -269,6 +270,22 @@ class Member:
         if not (came := stragglers.came(key)):
             return []
         return [(result, payload, self.exchanges.shard_of(result)) for result, payload in came]
+
+    def refuse(self, index: int) -> None:
+        """Take the present round for void, with its commit ``index``, and say so."""
+        self._say_refused(self.rounds.refuse(index))
+
+    def refuse_again(self, shard: int, number: int) -> None:
+        """Say to ``shard``, which has forgotten it, that this member takes round ``number`` for void, if it does.
+
+        A member may have all results of the round before, and have yet to go on.
+        """
+        key = self.rounds.refused
+        if key is not None and key.number == number and self.exchanges.shard_of_first(key) == shard:
+            self._say_refused(key)
+
+    def _say_refused(self, key: ExchangeKey) -> None:
+        self.effects.add(Tell(Push(key, 0, 0.0, False), self.exchanges.shard_of_first(key)))
 
     def is_read_by_the_caller(self, operation: Operation) -> bool:
         """Return true if the caller has pushed the last bucket of a round, a small one: it waits for results next.

@@ -8,7 +8,8 @@
     any       Resumed, of all halves      HELD      Holding to each: its slices that it keeps the result of
     HELD      Fetch                       HELD      Held: such a result
     HELD      Result                      HELD      as any other; also if nothing was pushed, or not even begun
-    HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning
+    HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning;
+                                                    before that it says again that the present round is void
     HELD      Standing of an earlier one  HELD      nothing
 """
 
@@ -164,6 +165,7 @@ class Recovery:
             exchanges.void(exchange)
         self.again += sum(exchange.rewind() for exchange in shard.exchanges.values())
         shard.release()
+        self._member.refuse_again(shard.number, number)
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from gradserver.protocol.errors import GradServerError, OutOfStepError
-from gradserver.protocol.exchange import BUCKET, ExchangeKey, Kind
+from gradserver.protocol.errors import GradServerError, OutOfStepError, RoundVoidError
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
+from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.effects import Log
@@ -41,10 +42,14 @@ class Rounds:
         self.skipped = self.left_out = False
         self._identity = identity
         self._left_out_rounds = 0
-        self._direct: Waiter | None = None
-        """Waiter for word that the present round is void, while members reduce it among themselves."""
-        self._void: tuple[ExchangeKey, GradServerError] | None = None
-        """The latest commit that this member was told is void, and why."""
+        self.refused: ExchangeKey | None = None
+        """The commit of the present round, if this member takes it for void."""
+        self._direct: tuple[ExchangeKey, Waiter] | None = None
+        """Commit of the present round, while members reduce it, and waiter for word that it is void."""
+        self._void: dict[ExchangeKey, GradServerError] = {}
+        """Commits of this round and the next that this member was told are void, and why."""
+        self._ended: dict[int, tuple[int, int, GradServerError]] = {}
+        """Rounds whose commit is void, by its part: the first one, the membership before which that holds, and why."""
 
     def check_push(self, index: int) -> None:
         """Raise OutOfStepError if bucket ``index`` cannot be pushed now."""
@@ -77,21 +82,43 @@ class Rounds:
 
         The ``waiter`` is done when the commit fails, or the membership ends.
         """
-        self._direct = waiter
         key = ExchangeKey(BUCKET, self.number, index)
-        return self._void[1] if self._void is not None and self._void[0] == key else None
+        self._direct = key, waiter
+        return self._why_void(key)
 
     def commit_failed(self, key: ExchangeKey, error: GradServerError) -> Waiter | None:
-        """Take the coordinator's word that a commit fails; give what waits for that."""
-        is_commit = key.stream == BUCKET and self.plan is not None and not self.plan.is_vacant(key.part)
-        if not is_commit or self.plan is None or self.plan.buckets[key.part].kind is not Kind.COMMIT:
+        """Take a data half's word that a commit fails, or another bucket; give what waits for that.
+
+        It may come before the coordinator's word that the commit is in the plan.
+        """
+        if key.stream != BUCKET:
             return None
-        if key.number >= self.number:
-            self._void = key, error
-        return self._direct if key.number == self.number and self._direct is not None and self._direct._open else None
+        if not isinstance(error, RoundVoidError):
+            self._ended[key.part] = key.number, MAX_COUNTER, error  # the group has broken
+        elif error.epoch:
+            self._ended[key.part] = key.number, error.epoch, error
+        elif key.number >= self.number:
+            self._void[key] = error
+        if self._direct is None or self._why_void(self._direct[0]) is None:
+            return None
+        return self._direct[1] if self._direct[1]._open else None
+
+    def _why_void(self, key: ExchangeKey) -> GradServerError | None:
+        """Give why a commit of the present round is void; None if this member was not told so."""
+        number, epoch, error = self._ended.get(key.part, (MAX_COUNTER, 0, None))
+        if number <= key.number and self._identity.membership.epoch < epoch:
+            return error
+        return self._void.get(key)
+
+    def refuse(self, index: int) -> ExchangeKey:
+        """Take the present round for void, with its commit ``index``: that is what is to be said."""
+        self.refused = ExchangeKey(BUCKET, self.number, index)
+        return self.refused
 
     def begin_again(self) -> None:
         """Begin the present round again, with another section: it was void."""
+        if self._direct is not None:
+            self.refused = self._direct[0]
         self._end_attempt()
         self.attempt += 1
 
@@ -101,8 +128,8 @@ class Rounds:
 
     def give_up(self) -> list[Waiter]:
         """Give the handle that waits for word of a round, which will not come."""
-        waiting, self._direct = self._direct, None
-        return [waiting] if waiting is not None and waiting._open else []
+        direct, self._direct = self._direct, None
+        return [direct[1]] if direct is not None and direct[1]._open else []
 
     # ── any round ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,8 +144,10 @@ class Rounds:
     def finish(self) -> None:
         """Go on to the next round."""
         self._end_attempt()
-        self.attempt = 0
+        self.attempt, self.refused = 0, None
         self.number += 1
+        if self._void:
+            self._void = {key: error for key, error in self._void.items() if key.number >= self.number}
 
     def go_on_from(self, number: int) -> None:
         """Go to round ``number``."""
@@ -149,5 +178,5 @@ class Rounds:
 
     def go_by(self, plan: Plan, first: int) -> None:
         """Go by ``plan`` from round ``first`` on."""
-        self.plan, self.number, self.attempt = plan, first, 0
+        self.plan, self.number, self.attempt, self.refused = plan, first, 0, None
         self._end_attempt()

@@ -7,19 +7,26 @@ begin the same round again, with the gradients that they kept, in a section that
     commit  event                                                next    what happens
     ──────  ───────────────────────────────────────────────────  ──────  ────────────────────────────────────────────
     (none)  push, in the present membership                      OPEN    as of any bucket
-    (none)  push of the epoch 0: a member could not reduce       VOID    RoundVoidError to all members
+    (none)  push of the epoch 0: a member takes it for void      VOID    RoundVoidError to all members
     (none)  push of a membership that has ended                  VOID    the same
     (none)  push, in a round with results for a learner          VOID    the same: it has no other way to them
     (none)  push, in a round that has begun in another section   VOID    the same
     OPEN    any of these pushes                                  VOID    the same
     OPEN    push to another section's bucket of this round       VOID    the same: its sender takes the round for void
-    any     a member departs from an elastic group               VOID    the same, also of what no member has begun
+    OPEN    a member departs from an elastic group               VOID    the same
+    any     a member departs, and the commit is not complete     any     members of memberships before are told that
+                                                                         their commits are void from this round on
+    any     a recovery ends                                      any     the same, from the first round without result
     any     a member is lost, and the group needs all            VOID    all are told that error, which halts them
     VOID    push                                                 VOID    its sender is told again
     OPEN    every member has pushed                              (none)  the round is over, as any other
 
 Members are told at once, whether or not they have begun it. A member that waits for a reduction with a lost one hears
-of it in no other way.
+of it in no other way. Rounds can end at other data shards meanwhile. So a departure makes no certain round void, but
+all that its members have begun in a membership before it, from the first one on that has no result here.
+
+A recovery forgets what is void. A member that knows says so again, with a push of the epoch 0, when it has heard
+`Standing`. And while members have yet to say what they hold, no commit becomes void: one of them may have its result.
 """
 
 from __future__ import annotations
@@ -31,12 +38,13 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import NEVER
 from gradserver.protocol.errors import GradServerError, RoundVoidError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Kind
+from gradserver.protocol.messages import Push
 
 
 def why_void(group: Group, member_id: int, key: ExchangeKey, epoch: int) -> str:
     """Say why the commit ``key`` of ``member_id`` makes it void; empty if it does not."""
     if epoch == 0:
-        return f"{group.call(member_id)} could not reduce it with the others"
+        return f"{group.call(member_id)} could not reduce it with the others, or was told that it is void"
     if epoch != group.members.epoch_of(key.number):
         return f"it began in a membership that has ended: {group.members.change}"
     for learner in group.learners.newcomers.values():
@@ -52,6 +60,8 @@ def void(group: Group, key: ExchangeKey, why: str, effects: Effects) -> None:
     """Make the commit ``key`` void, and tell all members: they begin the round again."""
     assert group.plan is not None
     section = group.plan.section_of(key.part)
+    for earlier in [one for one in group.exchanges.values() if one.failure is not None and _is_before(one.key, key)]:
+        group.exchanges.end(earlier)  # that round is over: all members have heard
     error = RoundVoidError(f"round {key.number} goes over the coordinator: {why}")
     exchange = group.exchanges.get(key)
     if exchange is None:
@@ -77,23 +87,62 @@ def give_way(group: Group, key: ExchangeKey, effects: Effects) -> None:
             void(group, commit, "a member takes it for void", effects)
 
 
+def is_said_again(group: Group, member_id: int, push: Push) -> bool:
+    """Tell whether ``push`` says once more that a commit is void, or that of one that its sender has given."""
+    return push.epoch == 0 and _is_commit(group, push.key) and group.sequences.is_past(member_id, push.key)
+
+
 def departed(group: Group, effects: Effects) -> None:
-    """Make the commit of the open round, and of the next one, void: a member has departed."""
-    for key in _open_or_next(group):
-        exchange = group.exchanges.get(key)
-        if exchange is None or (exchange.failure is None and exchange.complete < exchange.stop):
+    """Make commits of a membership void that has ended, as a member has departed. In a recovery its end does this."""
+    if group.recovery is not None:
+        return
+    for key, exchange in list(group.exchanges.items()):
+        if _is_commit(group, key) and exchange.failure is None and exchange.complete < exchange.stop:
             void(group, key, group.members.change, effects)
+    _end_memberships(group, effects)
+
+
+def recovered(group: Group, effects: Effects) -> None:
+    """Make commits of memberships void that ended before a recovery did, or during it."""
+    _end_memberships(group, effects)
 
 
 def broken(group: Group, error: GradServerError, effects: Effects) -> None:
     """Tell all members ``error``, for which the group breaks: some may wait for a reduction with a lost member."""
-    for key in _open_or_next(group):
+    for key in _without_results(group):
         _tell(group, key, error, effects)
 
 
-def _open_or_next(group: Group) -> list[ExchangeKey]:
+def _end_memberships(group: Group, effects: Effects) -> None:
+    """Tell all that commits are void of memberships before the present one, from the first one without a result on."""
+    for key in _without_results(group):
+        why = group.members.change or "its membership has ended"
+        epoch = group.members.epoch_of(key.number)  # as of a push
+        error = RoundVoidError(f"round {key.number} goes over the coordinator: {why}", epoch=epoch)
+        _tell(group, key, error, effects)
+
+
+def _without_results(group: Group) -> list[ExchangeKey]:
+    """List the first key of each commit that has no result here, and whose result is not being made."""
     number = max(group.stragglers.latest + 1, group.planned)
-    return [ExchangeKey(BUCKET, number, part) for part in _commits(group)]
+    keys = [ExchangeKey(BUCKET, number, part) for part in _commits(group)]
+    return [key._replace(number=number + 1) if _is_complete(group, key) else key for key in keys]
+
+
+def _is_complete(group: Group, key: ExchangeKey) -> bool:
+    exchange = group.exchanges.get(key)
+    return exchange is not None and exchange.failure is None and exchange.complete == exchange.stop
+
+
+def _is_before(key: ExchangeKey, later: ExchangeKey) -> bool:
+    return key.stream == BUCKET and key.part == later.part and key.number < later.number
+
+
+def _is_commit(group: Group, key: ExchangeKey) -> bool:
+    plan = group.plan
+    if key.stream != BUCKET or plan is None or plan.is_vacant(key.part):
+        return False
+    return plan.buckets[key.part].kind is Kind.COMMIT
 
 
 def _commits(group: Group) -> list[int]:

@@ -60,6 +60,8 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
         return None
     begins = group.begins(push) if group.table.rates or group.sequences.restarted else push.slice == 0
     if begins:
+        if push.epoch == 0 and commits.is_said_again(group, member_id, push):
+            return None
         if group.learners.first_rounds:
             if group.learners.is_stale(member_id, push):
                 _turn_away(group, exchange, member_id, push, effects)

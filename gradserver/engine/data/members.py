@@ -75,4 +75,4 @@ class Members:
         """Begin the membership ``epoch`` of the members ``present``, of which ``new`` ones joined in a round."""
         self.before = (self.before[0], epoch) if joined_in is None else (joined_in, self.epoch)
         self.identities.set_present(present)
-        self.epoch, self.change = epoch, f"{self.calls(new)} joined"
+        self.epoch, self.change = epoch, f"{self.calls(new)} joined" if new else self.change

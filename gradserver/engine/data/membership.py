@@ -129,12 +129,11 @@ def _depart(group: Group, departure: Departure, epoch: int, now: float, effects:
     group.stragglers.pace.forget(member_id)
     commits.departed(group, effects)
     for exchange in list(group.exchanges.values()):
-        if member_id not in exchange.participants:
-            exchange.withdraw(member_id)
-            continue
         if exchange.failure is not None:
             exchange.excuse(member_id)
             forget_if_over(group, exchange)
+        elif member_id not in exchange.participants:
+            exchange.withdraw(member_id)
         elif (error := _why_not(group, exchange, departure)) is not None:
             fail(group, exchange, error, effects)
             exchange.excuse(member_id)

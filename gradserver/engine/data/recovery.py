@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from gradserver.engine.data import commits
 from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.failures import say_failed
 from gradserver.engine.data.group import Group
@@ -350,6 +351,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
             record = current.record(number, group.world, group.plan, now)
             effects.report(RoundCompleted(group.order.group, record, adopted=True))
     end_abandoned(group, now, effects)
+    commits.recovered(group, effects)
 
 
 def _close_again(group: Group, number: int, current: Round) -> None:
