@@ -49,7 +49,7 @@ class Rounds:
         self._void: dict[ExchangeKey, GradServerError] = {}
         """Commits of this round and the next that this member was told are void, and why."""
         self._ended: dict[int, tuple[int, int, GradServerError]] = {}
-        """Rounds whose commit is void, by its part: the first one, the membership before which that holds, and why."""
+        """Void commits by their part: the first round, the membership before which that holds, and why."""
 
     def check_push(self, index: int) -> None:
         """Raise OutOfStepError if bucket ``index`` cannot be pushed now."""
