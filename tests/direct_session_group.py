@@ -123,7 +123,7 @@ class DirectGroup(Group):
 
     Attributes:
         modules: how many modules there are. Each has a commit, in a section of its own.
-        fabric: who gave to a reduction, by epoch, round and module.
+        fabric: what members gave to a reduction, by epoch, round and module.
         direct: the processes for which a round counted that members reduced.
         voids: the processes for which a round was void.
     """

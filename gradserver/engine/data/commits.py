@@ -123,7 +123,7 @@ def _end_memberships(group: Group, effects: Effects) -> None:
 
 
 def _without_results(group: Group) -> list[ExchangeKey]:
-    """List the first key of each commit that has no result here, and whose result is not being made."""
+    """List the first key of each commit that has no result here, and none that is being made."""
     number = max(group.stragglers.latest + 1, group.planned)
     keys = [ExchangeKey(BUCKET, number, part) for part in _commits(group)]
     return [key._replace(number=number + 1) if _is_complete(group, key) else key for key in keys]
