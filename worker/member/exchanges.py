@@ -250,11 +250,6 @@ class Exchanges:
         operation = self._rounds.plan.buckets[result.key.part].operation
         return self.table.share(result.key, operation).shard_of(result.slice)
 
-    def shard_of_first(self, key: ExchangeKey) -> int:
-        """Give the shard that the first slice of a bucket goes to."""
-        assert self._rounds.plan is not None
-        return self.table.share(key, self._rounds.plan.buckets[key.part].operation).shard_of(0)
-
     def _concerns(self, shard: int, key: ExchangeKey, operation: Operation) -> bool:
         start, stop = self.table.share(key, operation).interval(shard)
         return start < stop

@@ -281,11 +281,15 @@ class Member:
         A member may have all results of the round before, and have yet to go on.
         """
         key = self.rounds.refused
-        if key is not None and key.number == number and self.exchanges.shard_of_first(key) == shard:
+        if key is not None and key.number == number and self._shard_of(key) == shard:
             self._say_refused(key)
 
     def _say_refused(self, key: ExchangeKey) -> None:
-        self.effects.add(Tell(Push(key, 0, 0.0, False), self.exchanges.shard_of_first(key)))
+        self.effects.add(Tell(Push(key, 0, 0.0, False), self._shard_of(key)))
+
+    def _shard_of(self, commit: ExchangeKey) -> int:
+        assert self.rounds.plan is not None
+        return self.exchanges.table.share(commit, self.rounds.plan.buckets[commit.part].operation).shard_of(0)
 
     def is_read_by_the_caller(self, operation: Operation) -> bool:
         """Return true if the caller has pushed the last bucket of a round, a small one: it waits for results next.
