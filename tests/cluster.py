@@ -242,14 +242,22 @@ class Program:
     """A Python process. Its ``with`` block ends it, whatever it is doing.
 
     It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. If that is empty, or if it is no
-    module or script but a few lines, it begins with nothing.
+    module or script but a few lines, it begins with nothing. With torch it ends soon, if all has gone well and it need
+    not end ``as_usual``.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, loaded: str = "numpy") -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        loaded: str = "numpy",
+        as_usual: bool = False,
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
         self._process: subprocess.Popen[str] | Child
         if loaded and arguments[0] != "-c":
-            self._process = fork_server(loaded).start(arguments, environment)
+            ends_soon = loaded == "torch" and not as_usual
+            self._process = fork_server(loaded).start(arguments, environment, ends_soon)
         else:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],

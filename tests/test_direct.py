@@ -47,7 +47,7 @@ def test_a_worker_killed_in_a_direct_round_costs_one_contribution_and_no_step(
 
         def start(member_id: int) -> Program:
             arguments = str(PROGRAM), daemon.url, str(member_id), str(tmp_path / f"{member_id}"), where
-            return stack.enter_context(Program(*arguments, loaded="torch"))
+            return stack.enter_context(Program(*arguments, loaded="torch", as_usual=True))
 
         workers = [start(member_id) for member_id in range(WORLD)]
         workers[VICTIM].expect("halfway", STARTED_WITHIN)

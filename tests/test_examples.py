@@ -17,7 +17,7 @@ MOST_LINES = 80
 
 def output_of(*arguments: str | Path) -> list[str]:
     """Return the output of a program that must succeed."""
-    with Program(*map(str, arguments), loaded="torch") as program:
+    with Program(*map(str, arguments), loaded="torch", as_usual=True) as program:
         status = program.end(STARTED_WITHIN)
         assert status == 0, "\n".join([*program.output(), *program.complaints()])
         return program.output()
@@ -69,7 +69,12 @@ def test_train_ddp(world_size: int) -> None:
     with Daemon("--workers", str(world_size)) as daemon, ExitStack() as stack:
         programs = [
             stack.enter_context(
-                Program(str(EXAMPLES / "train_ddp.py"), environment={"GRADSERVER_URL": daemon.url}, loaded="torch")
+                Program(
+                    str(EXAMPLES / "train_ddp.py"),
+                    environment={"GRADSERVER_URL": daemon.url},
+                    loaded="torch",
+                    as_usual=True,
+                )
             )
             for _ in range(world_size)
         ]
