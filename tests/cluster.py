@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
+import pytest
+
 import gradserver
 from gradserver.engine import Engine
 from gradserver.engine.policy import on_non_finite
@@ -45,6 +47,9 @@ STARTED_WITHIN = 90.0
 """The same for several programs that load torch at once, on machines that may be busy."""
 TIMEOUT = 20.0
 """The workers' own timeout, unless a test is about it. It is shorter, so that an error with names comes first."""
+
+AMONG_MEMBERS = [pytest.param(plane, marks=pytest.mark.long) for plane in ("direct", "hierarchical")]
+"""What `members` takes for planes on which members reduce among themselves, as parameters of long tests."""
 
 # ── calls in threads ──────────────────────────────────────────────────────────────────────────────────
 
@@ -162,11 +167,21 @@ def members(
 ) -> Iterator[list[Worker]]:
     """Join a group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process.
 
-    With "direct" they have the channel "tcp" and the direct plane.
+    With "direct" they have the channel "tcp" and the direct plane. With "hierarchical" they have that plane, and each
+    host has two of them.
     """
     if channel == "memory":
         with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite) as cluster:
             yield cluster.workers
+    elif channel == "hierarchical":
+        from tests.hosts import hosted
+
+        hosts = [f"host-{rank // 2}" for rank in range(world_size)]
+        with (
+            coordinator(credit=credit, nonfinite=nonfinite) as server,
+            hosted(hosts, server.url, timeout=timeout) as workers,
+        ):
+            yield workers
     else:
         with (
             coordinator(credit=credit, nonfinite=nonfinite) as server,

@@ -1,7 +1,8 @@
-"""A training by four workers on the direct plane, of which one stops in the middle of a round.
+"""A training by four workers on the direct plane, or another one, of which one stops in the middle of a round.
 
-Run as ``direct_training.py URL SEAT OUT WHERE``. The victim stops as ``WHERE`` says: "reducing", when it has begun one
-bucket and the others wait for the next, or "committing", when it has all results and the others wait for its commit.
+Run as ``direct_training.py URL SEAT OUT WHERE [PLANE]``. The victim stops as ``WHERE`` says: "reducing", when it has
+begun one bucket and the others wait for the next, or "committing", when it has all results and the others wait for its
+commit.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def stop_at(where: str, worker: Worker) -> None:
         DirectPlane.push = reducing  # type: ignore[method-assign]
 
 
-def main(url: str, member_id: int, out: Path, where: str) -> None:
+def main(url: str, member_id: int, out: Path, where: str, plane: str = "direct") -> None:
     torch.set_num_threads(1)
-    with gradserver.connect(url, member_id, WORLD, name=f"w{member_id}", timeout=60.0, plane="direct") as worker:
+    with gradserver.connect(url, member_id, WORLD, name=f"w{member_id}", timeout=60.0, plane=plane) as worker:
         fallen: list[int] = []
         fall = DirectPlane._fall
 
@@ -74,4 +75,4 @@ def main(url: str, member_id: int, out: Path, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gradserver
 from gradserver import DistributedDataParallel, SyncBatchNorm
 from gradserver.worker.client import Worker
-from tests.cluster import Gather, together
+from tests.cluster import AMONG_MEMBERS, Gather, together
 from tests.models import Convolutional, images
 from tests.replicas import alone, gradients, on, same
 
@@ -22,7 +22,7 @@ CUTS = [0, 1, 4, 10]
 """The beginnings and ends of the rows of each of three workers."""
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)

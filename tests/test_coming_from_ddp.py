@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradserver
 from gradserver import DistributedDataParallel, LocalCluster, Worker
+from tests.cluster import AMONG_MEMBERS
 
 PAGE = Path(gradserver.__file__).resolve().parent.parent / "docs" / "coming-from-ddp.md"
 
@@ -31,7 +32,7 @@ Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)

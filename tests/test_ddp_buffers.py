@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradserver import DistributedDataParallel, LocalCluster
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.worker.client import Worker
-from tests.cluster import PATIENCE, Gather, together
+from tests.cluster import AMONG_MEMBERS, PATIENCE, Gather, together
 from tests.models import Convolutional, images, loss_of
 from tests.replicas import on, same
 
@@ -22,7 +22,7 @@ MASK_BYTES = 1 << 20
 STEPS = 3
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)

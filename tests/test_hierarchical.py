@@ -1,18 +1,35 @@
-"""The hierarchical plane over gloo: one mean for all, by way of one leader of each host."""
+"""The hierarchical plane over gloo: one mean for all by way of one leader of each host, and what survives of it."""
 
 from __future__ import annotations
 
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import nn
 
+from gradserver.status import fetch
+from gradserver.worker.client import Worker
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.levels import Levels
-from tests.cluster import members, together
+from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, coordinator, joined, members, together
+from tests.elastic_training import FATAL, VICTIM, WORLD, alone
 from tests.hosts import hosted
-from tests.test_direct import floats, train
+from tests.replicas import distance, same
+from tests.test_direct import GOES_ON_WITHIN, PROGRAM, floats, train
+
+WIDE = 256
+"""Width of a layer with more than the 64 KiB from which on a wire format counts."""
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aab", "aaa"])
+@pytest.mark.parametrize(
+    "hosts", ["aabb", *(pytest.param(one, marks=pytest.mark.long) for one in ("abab", "aab", "aaa"))]
+)
 def test_members_of_several_hosts_get_the_bits_of_one_mean_as_the_coordinator_gives_it_within_rounding(
     hosts: str,
 ) -> None:
@@ -28,3 +45,150 @@ def test_members_of_several_hosts_get_the_bits_of_one_mean_as_the_coordinator_gi
         reduced = together(workers, train)
     assert len(set(leveled)) == len(set(reduced)) == 1
     assert torch.allclose(floats(leveled[0]), floats(reduced[0]), rtol=0, atol=1e-5)
+
+
+def step(worker: Worker, steps: int = 4) -> torch.Tensor:
+    """Train a layer that is large enough for a wire format. Return its weights."""
+    layer = nn.Linear(WIDE, WIDE, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(WIDE, WIDE, generator=torch.Generator().manual_seed(7)) / 16)
+    model = DistributedDataParallel(layer, worker)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chance = torch.Generator().manual_seed(1000 + worker.rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.set_weight(1.0 + worker.rank)
+        model(torch.randn(6, WIDE, generator=chance)).square().mean().backward()
+        optimizer.step()
+    return layer.weight.detach()
+
+
+def test_leaders_alone_send_to_the_coordinator_in_the_wire_format_of_the_group() -> None:
+    """Test that its traffic falls by the number of workers of a host, and int8 makes a quarter of that."""
+    traffic: dict[tuple[str, str], int] = {}
+    weights: dict[tuple[str, str], torch.Tensor] = {}
+    for plane, wire in (("tcp", "fp32"), ("hierarchical", "fp32"), ("hierarchical", "int8")):
+        with coordinator() as server, hosted("aabb", server.url, plane=plane, wire=wire) as workers:
+            found = together(workers, step)
+            groups = fetch(server.url)["groups"].values()
+            assert all(torch.equal(found[0], one) for one in found)
+            weights[plane, wire] = found[0]
+            traffic[plane, wire] = sum(group["bytes_in"] + group["bytes_out"] for group in groups)
+    begins = 4 * WIDE * WIDE * 4  # the parameters are broadcast when the module is wrapped, from one to three
+    rounds = {key: nbytes - begins for key, nbytes in traffic.items()}
+    assert rounds["hierarchical", "fp32"] == rounds["tcp", "fp32"] / 2
+    assert rounds["hierarchical", "int8"] < rounds["hierarchical", "fp32"] / 3
+    assert torch.allclose(weights["tcp", "fp32"], weights["hierarchical", "fp32"], rtol=0, atol=1e-6)
+    assert torch.allclose(weights["tcp", "fp32"], weights["hierarchical", "int8"], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "where", "options"),
+    [
+        ("aabb", "reducing", ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("aabb", "committing", ()),
+                ("abab", "reducing", ()),
+                ("aaba", "reducing", ()),
+                ("aabb", "reducing", ("--shards", "2")),
+            )
+        ),
+    ],
+    ids=["a leader", "a leader at its commit", "a member that does not lead", "the only one of a host", "2 shards"],
+)
+def test_a_worker_killed_in_a_round_costs_one_contribution_and_no_step(
+    hosts: str, where: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    gone = [VICTIM]
+    fell, group = lose(hosts, where, gone, signal.SIGKILL, tmp_path, *options)
+    assert fell == [f"[{FATAL}]"] * (WORLD - len(gone)), "the rounds behind it go by levels again"
+    assert group["plane"]["name"] == "hierarchical"
+
+
+@pytest.mark.long
+def test_a_whole_host_killed_in_a_round_costs_its_contributions_and_no_step(tmp_path: Path) -> None:
+    """Test that the host that is left goes on. It has two workers, and so the plane is possible."""
+    _, group = lose("aabb", "reducing", [2, 3], signal.SIGKILL, tmp_path)
+    assert group["plane"]["name"] == "hierarchical"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aabb", "abab"], ids=["a leader", "a member that does not lead"])
+def test_a_stopped_worker_is_left_out_and_the_others_go_on(hosts: str, tmp_path: Path) -> None:
+    lose(hosts, "reducing", [VICTIM], signal.SIGSTOP, tmp_path)
+
+
+def lose(
+    hosts: str, where: str, gone: list[int], how: signal.Signals, folder: Path, *options: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Train by four processes of which some are lost in a round. Check what the others have.
+
+    Return the rounds in which each of these fell to the coordinator's plane, and its snapshot of the group behind that.
+    """
+    survivors = [member_id for member_id in range(WORLD) if member_id not in gone]
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", *options))
+
+        def start(member_id: int) -> Program:
+            arguments = str(PROGRAM), daemon.url, str(member_id), str(folder / f"{member_id}"), where, "hierarchical"
+            here = {"GRADSERVER_HOST": hosts[member_id]}
+            return stack.enter_context(Program(*arguments, environment=here, loaded="torch"))
+
+        workers = [start(member_id) for member_id in range(WORLD)]
+        workers[VICTIM].expect("halfway", STARTED_WITHIN)
+        killed = time.monotonic()
+        for member_id in gone:
+            workers[member_id].send_signal(how)
+        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in survivors]
+        group = daemon.group()
+        for member_id in survivors:
+            workers[member_id].tell()
+        fell = [workers[member_id].expect("fell ") for member_id in survivors]
+        assert [workers[member_id].end() for member_id in survivors] == [0] * len(survivors)
+        for member_id in gone:
+            workers[member_id].send_signal(signal.SIGKILL)
+
+    silence = 3.0 if how is signal.SIGSTOP else 0.0
+    assert max(float(moment) for moment, _ in steps) - killed < GOES_ON_WITHIN + silence
+    states = [torch.load(folder / f"{member_id}") for member_id in survivors]
+    assert all(same(states[0], other) for other in states[1:])
+    expected = alone(lambda step, _: range(WORLD) if step < FATAL else survivors)
+    assert distance(states[0], expected) < 1e-5
+    return fell, group
+
+
+def test_leaders_that_do_not_find_each_other_go_over_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
+    with hosted("aabb") as workers, pytest.MonkeyPatch.context() as patch:
+
+        def lost(*_: Any, **__: Any) -> None:
+            raise ConnectionError("no route")
+
+        patch.setattr("gradserver.worker.planes.levels.split", lost)
+        weights = together(workers, train)
+    assert len(set(weights)) == 1
+    assert "the 2 leaders of hosts could not exchange: ConnectionError: no route" in caplog.text
+
+
+def test_a_closed_worker_ends_its_levels() -> None:
+    with hosted("aab") as workers:
+        together(workers, train)
+        leaders = cast(Levels, Directs.of(workers[0]).joint).among
+        assert leaders is not None
+    assert all(Directs.of(worker).joint is None for worker in workers)
+    assert leaders.closed
+
+
+@pytest.mark.long
+def test_workers_of_which_each_has_a_host_go_by_the_coordinator() -> None:
+    with hosted("ab") as workers:
+        assert [worker.plane for worker in workers] == ["tcp", "tcp"]
+        assert workers[0].plane_reason == "'w0' demands hierarchical, and each host has one worker"
+        assert len(set(together(workers, train))) == 1
+
+
+def test_gradserver_host_says_on_which_host_a_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVER_HOST", "rack-1")
+    with coordinator() as server, joined(server.url, 2) as workers:
+        assert {offer.host_id for offer in workers[0]._session.membership.offers} == {"rack-1"}

@@ -32,7 +32,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.collectives.arguments import ReductionName
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
-from tests.cluster import Program, joined, members, together
+from tests.cluster import AMONG_MEMBERS, Program, joined, members, together
 from tests.engine_harness import small_slices
 from tests.examples import examples
 
@@ -43,7 +43,7 @@ Array = np.ndarray[Any, Any]
 WEIGHTS = [0.3, 7.0, 1.9, 2.0]
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)

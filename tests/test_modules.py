@@ -17,14 +17,14 @@ from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.blocks import GradientExchange
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import Daemon, Gather, joined, together
+from tests.cluster import AMONG_MEMBERS, Daemon, Gather, joined, together
 from tests.replicas import alone, on
 
 WIDE = 20_000
 """Parameters of a module that travels with a loss."""
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)

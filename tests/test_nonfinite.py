@@ -24,7 +24,7 @@ from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.job.job import Job
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import Daemon, Gather, joined, together, wait_until
+from tests.cluster import AMONG_MEMBERS, Daemon, Gather, joined, together, wait_until
 
 SLICE = 262_144
 """Elements of float32."""
@@ -36,7 +36,7 @@ POLICIES = ["leave-out", "skip"]
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(params=["memory", "shm", "tcp", pytest.param("direct", marks=pytest.mark.long)])
+@pytest.fixture(params=["memory", "shm", "tcp", *AMONG_MEMBERS])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator, or the direct plane beside it."""
     return str(request.param)
