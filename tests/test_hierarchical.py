@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradserver.protocol.errors import NonFiniteError
 from gradserver.status import fetch
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.epochs import Directs
@@ -192,3 +193,48 @@ def test_gradserver_host_says_on_which_host_a_worker_is(monkeypatch: pytest.Monk
     monkeypatch.setenv("GRADSERVER_HOST", "rack-1")
     with coordinator() as server, joined(server.url, 2) as workers:
         assert {offer.host_id for offer in workers[0]._session.membership.offers} == {"rack-1"}
+
+
+def poisoned(worker: Worker) -> tuple[bytes, bool]:
+    """Train with a NaN from the last rank in one round. Return the weights, and whether a round was skipped."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    model, skipped = DistributedDataParallel(layer, worker), False
+    chance = torch.Generator().manual_seed(worker.rank)
+    for number in range(3):
+        layer.weight.grad = None
+        model.set_weight(1.0 + worker.rank)
+        scale = float("nan") if number == 1 and worker.rank == worker.world_size - 1 else 1.0
+        (model(torch.randn(3, 4, generator=chance)).square().mean() * scale).backward()
+        skipped |= worker.skipped
+        if layer.weight.grad is not None:
+            layer.weight.data -= 0.1 * layer.weight.grad
+    return layer.weight.detach().numpy().tobytes(), skipped
+
+
+@pytest.mark.parametrize(
+    "policy", ["leave-out", *(pytest.param(one, marks=pytest.mark.long) for one in ("skip", "propagate"))]
+)
+def test_a_gradient_that_is_not_finite_ends_as_the_policy_says(policy: str) -> None:
+    with hosted("aabb", nonfinite=policy) as workers:
+        leveled = together(workers, poisoned)
+        assert {Directs.of(worker).voids for worker in workers} == {0}
+    with members("memory", 4, nonfinite=policy) as workers:
+        reduced = together(workers, poisoned)
+    assert len(set(leveled)) == len(set(reduced)) == 1
+    assert leveled[0][1] == reduced[0][1] == (policy == "skip")
+    weights, expected = (torch.frombuffer(bytearray(one[0][0]), dtype=torch.float32) for one in (leveled, reduced))
+    assert torch.allclose(weights, expected, rtol=0, atol=1e-5, equal_nan=True)
+    assert bool(expected.isnan().all()) == (policy == "propagate")
+
+
+@pytest.mark.long
+def test_a_group_that_halts_names_the_worker_and_the_parameter_that_is_not_finite() -> None:
+    def work(worker: Worker) -> str:
+        with pytest.raises(NonFiniteError) as caught:
+            poisoned(worker)
+        return caught.value.message
+
+    with hosted("aabb") as workers:
+        said = together(workers, work)
+    assert all("'w3'" in one and "weight" in one for one in said), said
