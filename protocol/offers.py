@@ -45,7 +45,7 @@ class Offer(NamedTuple):
         driver: version of the CUDA driver.
         devices: CUDA devices that it sees. The first one is its own.
         trouble: the reason for which it has no torch, no device or no NCCL.
-        store: address ``HOST:PORT`` of a TCPStore that it hosts, as a rendezvous; empty if it hosts none.
+        store: address ``HOST:PORT`` or ``HOST:FOLDER`` of the store that it keeps as a rendezvous; empty if none.
     """
 
     plane: Annotated[str, Field(choice(WISHES))] = AUTO

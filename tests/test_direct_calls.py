@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -187,3 +189,38 @@ def test_a_worker_killed_in_a_direct_collective_leaves_no_half_of_it_and_no_othe
         left = [found[0], found[3]]
         assert {program.expect("gathered ") for program in left} == {f"{[167.0, 170.0]} False"}
         assert [program.end() for program in left] == [0, 0]
+
+
+# ── finding each other ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_members_find_each_other_by_files_which_go_with_the_membership(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanged: list[str]
+) -> None:
+    stale = tmp_path / "gradserver-old"
+    stale.mkdir()
+    (stale / "a file").write_text("of a run that was killed")
+    os.utime(stale, (0, 0))
+    (tmp_path / "something else").touch()
+    monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
+    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    with members("direct", 2) as workers:
+        assert not stale.exists()
+        assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
+        store = workers[0]._session.membership.offers[0].store
+        assert list((tmp_path / store.rpartition(":")[2]).iterdir())
+    del workers
+    gc.collect()
+    assert len(exchanged) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["something else"]
+
+
+def test_a_worker_without_that_directory_sends_calls_over_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
+    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    with members("direct", 2) as workers:
+        monkeypatch.delenv("GRADSERVER_RENDEZVOUS_DIR")
+        assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
+    assert "of GRADSERVER_RENDEZVOUS_DIR, and here that is None" in caplog.text

@@ -77,7 +77,8 @@ def connect(
     RANK, and ``world_size`` from WORLD_SIZE, as `gradserver run` and torchrun set them. Otherwise they come from the
     variables of mpirun (OMPI_COMM_WORLD_RANK and PMI_RANK, with their sizes) or srun (SLURM_PROCID, SLURM_NTASKS).
     ``channel`` comes from GRADSERVER_CHANNEL, and ``plane`` from GRADSERVER_PLANE. The coordinator assigns a rank that
-    is given nowhere. It also decides a world size that is given nowhere.
+    is given nowhere. It also decides a world size that is given nowhere. With GRADSERVER_RENDEZVOUS_DIR, workers that
+    reduce among themselves find each other by files in that directory, which all hosts see.
 
     Without a URL, a single worker trains by itself, without a coordinator, and logs this in one line. A worker is
     single if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one.

@@ -2,14 +2,33 @@
 
 The store of the lowest rank that has one is the rendezvous of a group's direct plane. On the hierarchical plane each
 host has such a rendezvous. The coordinator carries the addresses. So the coordinator needs no torch.
+
+    address      store
+    ───────────  ──────────────────────────────────────────────────────────────────────────────────────────────────
+    HOST:PORT    a TCPStore of the worker
+    HOST:FOLDER  files in a folder that the worker has made in GRADSERVER_RENDEZVOUS_DIR, which all hosts see
+
+Files are for hosts between which no port can be reached at will. Torch's FileStore is known for what an earlier run has
+left, which misleads the next one, and for waits without an end. So each worker's folder has a name of its own, each
+communicator a file of its own in it, waits have the limit of any rendezvous, and the folder goes with the membership.
+Those of workers that were killed are removed after a week. Each host may have the directory under another path.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
 import socket
+import tempfile
+import time
+import weakref
+from contextlib import suppress
 from datetime import timedelta
+from hashlib import blake2b
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, cast
 
 from gradserver.protocol.offers import Offer
@@ -18,7 +37,28 @@ from gradserver.protocol.url import parse_target
 
 log = logging.getLogger("gradserver")
 
+VARIABLE: Final = "GRADSERVER_RENDEZVOUS_DIR"
 _SECONDS: Final = 60.0
+_PREFIX: Final = "gradserver-"
+_FOLDER: Final = re.compile(_PREFIX + r"\w+")
+_KEPT_SECONDS: Final = 7 * 86400.0
+"""Time after which a folder that nothing was added to is that of a worker which was killed."""
+
+
+class Folder:
+    """A folder for the files of a rendezvous. It is removed with the last reference to it.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        for other in directory.glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # another worker may remove it, too
+                if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
+                    shutil.rmtree(other, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+        weakref.finalize(self, shutil.rmtree, self.path, True)
 
 
 def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
@@ -29,6 +69,8 @@ def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     """
     if not offer.backends or not (offer.plane in AMONG_MEMBERS or (offer.plane == AUTO and offer.devices)):
         return offer, None
+    if directory := os.environ.get(VARIABLE):
+        return _with_folder(offer, url, Path(directory))
     try:
         host, distributed = _host_towards(url), cast(Any, import_module("torch.distributed"))
         store = distributed.TCPStore(host, 0, None, True, timedelta(seconds=_SECONDS), wait_for_workers=False)
@@ -36,6 +78,36 @@ def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     except (OSError, RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
         log.warning("this worker cannot host a rendezvous for other workers: %s", error)
         return offer, None
+
+
+def _with_folder(offer: Offer, url: str, directory: Path) -> tuple[Offer, object]:
+    """Return ``offer`` with a folder in ``directory`` for the files of a rendezvous; and that."""
+    try:
+        folder = Folder(directory.absolute())
+        return offer._replace(store=f"{_host_towards(url)}:{folder.path.name}"), folder
+    except OSError as error:
+        log.warning("this worker cannot keep a rendezvous for other workers in %s: %s", VARIABLE, error)
+        return offer, None
+
+
+def store_at(address: str, name: str, limit: timedelta) -> Any:
+    """Return the store at ``address``, for what is called ``name`` there. Each wait in it ends after ``limit``.
+
+    Raises:
+        ValueError: the address is none, or this worker does not know the directory.
+        RuntimeError: the store cannot be reached, as torch says it.
+    """
+    distributed = cast(Any, import_module("torch.distributed"))
+    host, _, place = address.rpartition(":")
+    if place.isdecimal():
+        return distributed.TCPStore(host, int(place), None, False, limit)
+    directory = os.environ.get(VARIABLE)
+    if directory is None or not _FOLDER.fullmatch(place):
+        raise ValueError(f"the members meet in the folder {place!r} of {VARIABLE}, and here that is {directory!r}")
+    file = Path(directory).absolute() / place / blake2b(name.encode(), digest_size=16).hexdigest()
+    store = distributed.FileStore(str(file))
+    store.set_timeout(limit)
+    return store
 
 
 def _host_towards(url: str) -> str:

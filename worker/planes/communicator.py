@@ -1,8 +1,8 @@
 """Communicators: torch process groups of the members of one epoch, which end with it.
 
-Members find each other in a `torch.distributed.TCPStore` at the member of rank 0. NCCL moves tensors of CUDA devices,
-gloo those of the CPU. A communicator belongs to no default group of torch: a script's own `torch.distributed` is not
-touched.
+Members find each other in a store that one of them keeps (`gradserver.worker.meeting`). NCCL moves tensors of CUDA
+devices, gloo those of the CPU. A communicator belongs to no default group of torch: a script's own `torch.distributed`
+is not touched.
 
     state      event                                   next       what happens
     ─────────  ──────────────────────────────────────  ─────────  ──────────────────────────────────────────────────
@@ -40,6 +40,7 @@ from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import Op
 from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.devices.device import Device, Stream
+from gradserver.worker.meeting import store_at
 
 log = logging.getLogger("gradserver")
 
@@ -214,7 +215,7 @@ class Communicator:
     """The process groups of one epoch's members: one for each kind of device that the module's buckets are on.
 
     Args:
-        store: address of the store, ``host:port``.
+        store: address of the store, ``host:port`` or ``host:folder``.
         name: what this communicator is called there: no other one has the name.
         rank: this member's.
         world: number of members.
@@ -260,9 +261,8 @@ class Communicator:
 
     def _form(self, signal: Signal, timeout: float) -> None:
         try:
-            host, _, port = self._address.rpartition(":")
             limit = timedelta(seconds=timeout)
-            store = dist.TCPStore(host, int(port), None, False, limit)
+            store = store_at(self._address, self._name, limit)
             for kind in self._devices:
                 self._begun[kind] = made = self._group(kind, store, limit)
                 self._connect(kind, made)
