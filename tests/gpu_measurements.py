@@ -216,7 +216,7 @@ class Traced:
         self.new_stream, self.new_event = self._device.new_stream, self._device.new_event
         self.current_stream, self.keep, self.use = self._device.current_stream, self._device.keep, self._device.use
         self.lock, self.unlock, self.pinned = self._device.lock, self._device.unlock, self._device.pinned
-        self.run = self._device.run
+        self.run, self.captures = self._device.run, self._device.captures
         self.copied: list[tuple[Stream, Any, Any, int]] = []
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
@@ -239,7 +239,8 @@ def overlap(gpu: Gpu) -> Found:
 
     patched: Any = staging
     opened = patched.open_device
-    patched.open_device = lambda device: traced if device == gpu.device else opened(device)
+    seen: Device = traced  # mypy checks that it has all that a device needs
+    patched.open_device = lambda device: seen if device == gpu.device else opened(device)
     staging.Staging.finish = noted  # type: ignore[method-assign]
     try:
         with over_the_host() as worker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from gradserver.protocol.errors import BackendUnavailableError, RoundVoidError
+from gradserver.protocol.exchange import Op
 from gradserver.worker.planes import bodies, communicator
 from gradserver.worker.planes.bodies import Scratch
 from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
@@ -188,3 +189,74 @@ def test_buffers_of_any_type_are_broadcast_as_bytes(dtype: torch.dtype, monkeypa
     assert root == 1
     assert bytes_.dtype == torch.uint8
     assert bytes_.data_ptr() == tensor.data_ptr()
+
+
+# ── over NCCL ─────────────────────────────────────────────────────────────────────────────────────────
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """Return the address of a store."""
+    served = dist.TCPStore("127.0.0.1", 0, None, True)
+    yield f"127.0.0.1:{served.port}"
+    del served  # not before: it ends with its object
+
+
+def formed(store: str, name: str) -> tuple[Communicator, Signal]:
+    made, signal = Communicator(store, name, 0, 1, [CPU, GPU], "127.0.0.1"), Signal()
+    signal.on_interrupt(made.give_up)
+    made.form(signal, 60)
+    return made, signal
+
+
+def keep_busy() -> None:
+    """Give the device something to do for about half a second."""
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.gpu
+def test_communicators_of_nccl_come_one_after_the_other(store: str) -> None:
+    for epoch in range(3):
+        made, signal = formed(store, str(epoch))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+            tensor = torch.arange(5, device=GPU).to(dtype)
+            made.all_reduce(tensor, Op.SUM, signal).wait(30)
+            made.reduce(tensor, 0, signal).wait(30)
+            assert tensor.tolist() == [0, 1, 2, 3, 4]
+        for dtype in (torch.bool, torch.int16, torch.complex64):
+            tensor = torch.arange(3, device=GPU).to(dtype)
+            made.broadcast(tensor, 0, signal).wait(30)
+            assert torch.equal(tensor.cpu(), torch.arange(3).to(dtype))
+        given, rows = torch.arange(4, dtype=torch.uint8, device=GPU), torch.zeros(4, dtype=torch.uint8, device=GPU)
+        made.all_gather(rows, given, signal).wait(30)
+        assert rows.tolist() == [0, 1, 2, 3]
+        made.give_up()
+        made.give_up()
+        with pytest.raises(RuntimeError, match="given up"):
+            made.all_reduce(given, Op.SUM, signal)
+    assert not [name for name in os.environ if name in communicator._SETTINGS]
+
+
+@pytest.mark.gpu
+def test_an_interrupted_reduction_of_nccl_is_followed_by_another_communicator(store: str) -> None:
+    made, signal = formed(store, "first")
+    tensor = torch.ones(1 << 20, device=GPU)
+    keep_busy()  # in front of the reduction
+    reduction = made.all_reduce(tensor, Op.SUM, signal)
+    signal.interrupt(RoundVoidError("a member is gone"))
+    with pytest.raises(RoundVoidError):
+        reduction.wait(30)
+    again, signal = formed(store, "second")
+    again.all_reduce(tensor, Op.SUM, signal).wait(30)
+    assert float(tensor.sum()) == 1 << 20
+    again.give_up()
+
+
+@pytest.mark.gpu
+def test_a_reduction_of_nccl_has_a_deadline(store: str) -> None:
+    made, signal = formed(store, "only")
+    keep_busy()
+    with pytest.raises(BackendUnavailableError, match="not done after 0.01 s"):
+        made.all_reduce(torch.ones(4, device=GPU), Op.SUM, signal).wait(0.01)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
+from gradserver.worker.collectives.call import on_stream
 from gradserver.worker.planes.communicator import Reduction, Signal
 from gradserver.worker.planes.flat import divisor
 from gradserver.worker.planes.levels import Levels
@@ -57,6 +58,23 @@ class _Mean:
         self._way._take(self._index, timeout)
 
 
+class _Streams:
+    """The streams of a lane on CUDA devices, beside all others: that of backward has all of backward queued."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, Any] = {}
+
+    def of(self, tensor: Tensor) -> Any:
+        """Return the one for a tensor; None on the CPU."""
+        if not tensor.is_cuda:
+            return None
+        stream = self._made.get(tensor.device)
+        if stream is None:
+            stream = self._made[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        tensor.record_stream(stream)
+        return stream
+
+
 class _Computed:
     """A tensor on a CUDA device that the current stream computes."""
 
@@ -86,6 +104,7 @@ class Hierarchical:
         self._parts = {index: part for part, index in enumerate(means)}
         """Place of each mean among the means: the leaders' plan has no other bucket."""
         self._staging: Staging | None = None
+        self._upwards, self._downwards = _Streams(), _Streams()
         group = levels.among
         if group is not None and means:
             shared = Plan(tuple(plan.buckets[index] for index in means))
@@ -145,21 +164,23 @@ class Hierarchical:
             summed.wait(self._timeout)
         weight = float(self._weight)
         present = weight >= _NO_DATA
-        if present and (factor := divisor(weighed, self._world) / weight) != 1.0:
-            weighed.mul_(factor)
-        if self._staging is None:
-            _settle(weighed)
-            came.come()
-            return
-        part = self._parts[index]
-        self._staging.note_writer(part, weighed.device)
-        self._staging.push(part, weighed, weight, present)
+        with on_stream(self._upwards.of(weighed)):
+            if present and (factor := divisor(weighed, self._world) / weight) != 1.0:
+                weighed.mul_(factor)
+            if self._staging is None:
+                _settle(weighed)
+                came.come()
+                return
+            part = self._parts[index]
+            self._staging.note_writer(part, weighed.device)
+            self._staging.push(part, weighed, weight, present)
         self._levels.down.do(partial(self._receive, part, weighed, came), self._signal)
 
     def _receive(self, part: int, result: Tensor, came: Done) -> None:
         assert self._staging is not None
-        self._staging.wait(part)
-        _settle(result)
+        with on_stream(self._downwards.of(result)):
+            self._staging.wait(part)
+            _settle(result)
         came.come()
 
     def _take(self, index: int, timeout: float) -> None:
@@ -198,7 +219,7 @@ class Hierarchical:
         if inside is not None:
             inside.all_reduce(tensor, op, self._signal).wait(self._timeout)
         if group is not None:
-            self._across(partial(group.all_reduce, tensor, op.name.lower()))
+            self._across(tensor, partial(group.all_reduce, tensor, op.name.lower()))
         return self._hand_out(tensor)
 
     def broadcast(self, tensor: Tensor, rank: int) -> Reduction | Arrived:
@@ -209,10 +230,11 @@ class Hierarchical:
             place = levels.hosts[root].index(rank)
             levels.inside.broadcast(tensor, place, self._signal).wait(self._timeout)
         if levels.among is not None:
-            self._across(partial(levels.among.broadcast, tensor, root))
+            self._across(tensor, partial(levels.among.broadcast, tensor, root))
         return _ARRIVED if root == levels.place else self._hand_out(tensor)
 
-    def _across(self, call: Any) -> None:
+    def _across(self, tensor: Tensor, call: Any) -> None:
+        _settle(tensor)
         self._levels.ask(call, self._signal, self._timeout)
         self._levels.check_complete()
 
@@ -220,4 +242,4 @@ class Hierarchical:
 def _settle(tensor: Tensor) -> None:
     """Wait until what this thread has queued for a tensor is done: another thread goes on with it."""
     if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        _Computed(tensor).wait(0.0)
