@@ -1,6 +1,7 @@
 """A worker that is alone in its group: it needs no daemon.
 
-Its coordinator is the real one, in this process, so that all works as in a group, down to what a lossy wire loses.
+Its coordinator is the real one, in this process, so that all works as in a group, down to what a lossy wire loses. With
+a CUDA device and an exact wire it has the direct plane, on which its gradients stay where they are.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import ParamSpec
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
 from gradserver.protocol.channel import Channel, Outlet
+from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.in_process import in_process_pair
-from gradserver.protocol.planes import IN_PROCESS
+from gradserver.protocol.offers import Offer
+from gradserver.protocol.planes import AUTO, DIRECT, IN_PROCESS
 from gradserver.runtime import Runtime
 from gradserver.worker import connect as daemons
 from gradserver.worker.client import Worker
@@ -57,8 +61,15 @@ def train_alone(wish: Wish) -> Worker:
     theirs.attach(inbox)
     session = Session(ours, wish.join.timeout)
     session.subgroups.grow_by(lambda: _grow(coordinator, inbox.connection))
-    session.join(replace(wish.join, offer=wish.join.offer._replace(channel=IN_PROCESS))).wait()
+    session.join(replace(wish.join, offer=_offer_of(wish))).wait()
     return Worker(session, wire=wish.wire)
+
+
+def _offer_of(wish: Wish) -> Offer:
+    """Return what the worker offers. Nobody looks for others in the store of one that is alone."""
+    offer = wish.join.offer._replace(channel=IN_PROCESS)
+    stays = offer.plane == AUTO and offer.devices and offer.backends and codec_of(wish.wire) is EXACT
+    return offer._replace(plane=DIRECT, store=IN_PROCESS) if stays else offer
 
 
 def _grow(coordinator: Runtime, base: int) -> Channel:

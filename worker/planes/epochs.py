@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradserver.protocol.plan import Plan
-from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
+from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL, IN_PROCESS
 from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.planes.communicator import Communicator, Signal
-from gradserver.worker.planes.flat import Flat
+from gradserver.worker.planes.flat import Alone, Flat
 from gradserver.worker.planes.hierarchical import Hierarchical
 from gradserver.worker.planes.levels import Levels, MakeWorker
 from gradserver.worker.planes.plane import Way
@@ -72,9 +72,12 @@ class Directs:
 
     def way(self, plan: Plan, number: int, timeout: float, signal: Signal) -> Way:
         """Return the way in the present epoch of a module, the one with the commit ``number``. Connect if need be."""
-        joint, here = self._joined(signal), self.session.membership
+        here = self.session.membership
+        world = len(here.member_ids)
+        if world == 1 and here.offers[0].channel == IN_PROCESS:
+            return self.ways.setdefault(number, Alone())
+        joint = self._joined(signal)
         if number not in self.ways:
-            world = len(here.member_ids)
             if isinstance(joint, Levels):
                 self.ways[number] = Hierarchical(joint, plan, world, timeout, signal)
             else:

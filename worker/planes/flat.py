@@ -1,4 +1,4 @@
-"""The way of buckets on the direct plane: all members reduce in one communicator."""
+"""The ways of buckets on the direct plane: all members reduce in one communicator, or there is one member alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ _WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 def divisor(tensor: Tensor, world: int) -> int:
     """Return what contributions are divided by before they are summed up: narrow types could not hold the sum."""
     return 1 if tensor.dtype in _WIDE else world
+
+
+class Arrived:
+    """A result that is there."""
+
+    def wait(self, timeout: float) -> None:
+        """Return at once."""
+
+
+ARRIVED: Final = Arrived()
 
 
 class Flat:
@@ -56,3 +66,33 @@ class Flat:
     def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
         """Divide a sum by the sum of weights."""
         torch.div(result, weight / divisor(result, self._world), out=out)
+
+
+class Alone:
+    """The way of a worker without a coordinator, which is alone for good: what it combines is the combination."""
+
+    def memory(self, index: int, like: Tensor) -> Tensor:  # noqa: ARG002  (Way's signature)
+        """Return memory for a result."""
+        return torch.empty_like(like)
+
+    def open(self, weight: float, signal: Signal) -> None:
+        """Begin a pass."""
+
+    def mean(self, index: int, weighed: Tensor) -> Arrived:  # noqa: ARG002
+        """Leave a contribution as it is."""
+        return ARRIVED
+
+    def combine(self, tensor: Tensor, op: Op) -> Arrived:  # noqa: ARG002
+        """Leave ``tensor`` as it is."""
+        return ARRIVED
+
+    def broadcast(self, tensor: Tensor, rank: int) -> Arrived:  # noqa: ARG002
+        """Leave ``tensor`` as it is."""
+        return ARRIVED
+
+    def close(self) -> None:
+        """End a pass."""
+
+    def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
+        """Divide a contribution by its weight."""
+        torch.div(result, weight / divisor(result, 1), out=out)

@@ -28,23 +28,13 @@ from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.collectives.call import on_stream
 from gradserver.worker.planes.communicator import Reduction, Signal
-from gradserver.worker.planes.flat import divisor
+from gradserver.worker.planes.flat import ARRIVED, Arrived, divisor
 from gradserver.worker.planes.levels import Levels
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.planes.tasks import Done
 
 _NO_DATA: Final = 1e-200
 """Weights below stand for a host without a sample, as in `gradserver.worker.planes.direct`."""
-
-
-class Arrived:
-    """A result that is there."""
-
-    def wait(self, timeout: float) -> None:
-        """Return at once."""
-
-
-_ARRIVED: Final = Arrived()
 
 
 class _Mean:
@@ -199,7 +189,7 @@ class Hierarchical:
 
     def _hand_out(self, result: Tensor) -> Reduction | Arrived:
         inside = self._levels.inside
-        return _ARRIVED if inside is None else inside.broadcast(result, 0, self._signal)
+        return ARRIVED if inside is None else inside.broadcast(result, 0, self._signal)
 
     def close(self) -> None:
         """End a pass: finish the leaders' round, if all of them are still there."""
@@ -231,7 +221,7 @@ class Hierarchical:
             levels.inside.broadcast(tensor, place, self._signal).wait(self._timeout)
         if levels.among is not None:
             self._across(tensor, partial(levels.among.broadcast, tensor, root))
-        return _ARRIVED if root == levels.place else self._hand_out(tensor)
+        return ARRIVED if root == levels.place else self._hand_out(tensor)
 
     def _across(self, tensor: Tensor, call: Any) -> None:
         _settle(tensor)
