@@ -194,12 +194,15 @@ _NOTHING: Final = """\
   (`tests/test_staging.py`). They run reductions on such a device over gloo (`tests/test_communicator.py`). They compare
   the codecs with the host's, bit by bit (`tests/test_device_codecs.py`), and rehearse each measurement
   (`tests/test_gpu.py`).
-- Every line that is for CUDA was reviewed a second time, beside the sources of torch's process group for NCCL. That
-  found faults which no rehearsal had shown, and they were mended. The stream of the computation waited for each
-  reduction, so that nothing overlapped. A reduction on a device had no deadline. Torch's watchdog could end the
-  process, or hold up the next reduction for a minute. A script's own process groups got settings that were meant for
-  ours. Members could connect several devices in different orders. NCCL does not know all types of buffers. Two
-  measurements would have passed whatever happened, and one test would have failed on a machine with NCCL.
+- Every line that is for CUDA was reviewed a second time, beside the sources of torch's process group for NCCL and the
+  library of torch 2.11 itself. That found faults which no rehearsal had shown, and they were mended. The stream of the
+  computation waited for each reduction, so that nothing overlapped, and a leader's lanes waited for all of backward. A
+  reduction on a device had no deadline. Torch's watchdog could end the process, or hold up the next reduction for a
+  minute. A script's own process groups got settings that were meant for ours. Members could connect several devices in
+  different orders. NCCL does not know all types of buffers. Memory of collectives could be taken for the next one while
+  another stream still read it. A step that was captured into a CUDA graph broke without a word of why. A worker that
+  trained alone copied its gradients to the host and back. Two measurements would have passed whatever happened, and one
+  test would have failed on a machine with NCCL.
 
 Only a device can tell how soon an abort of NCCL ends a kernel, whether the coordinator's shared memory can be
 registered in a virtual machine, and all rates. A peer's death over NCCL needs two devices, or NCCL 2.30 and newer with

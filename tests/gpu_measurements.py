@@ -363,8 +363,8 @@ def waits(gpu: Gpu) -> Found:
     """Torch's sync debug mode, set to error, passes."""
     settings = gpu.settings(width=256, heads=4, blocks=4, hidden=512) if gpu.scale == 1 else gpu.settings()
     with over_the_host() as worker:
+        bare = step_of(*model_of(settings, gpu, torch.float32), settings, gpu)
         model, optimizer = model_of(settings, gpu, torch.float32)
-        bare = step_of(model, optimizer, settings, gpu)
         wrapped = step_of(gradserver.DistributedDataParallel(model, worker), optimizer, settings, gpu)
         convolutional = Convolutional().to(gpu.device)
         inputs, classes = (tensor.to(gpu.device) for tensor in images(0, 4))

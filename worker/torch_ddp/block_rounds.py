@@ -104,7 +104,9 @@ class BlockRounds:
         if not self._handles:
             self._push_empty(weight)
         handle = self._handles[bucket] = BucketHandle(self, bucket, self._worker.timeout)
-        self._plane.push(bucket, tensor_of(data), weight)
+        flat = tensor_of(data)
+        self._plane.note_writer(bucket, flat.device)  # a later bucket may come on another stream
+        self._plane.push(bucket, flat, weight)
         return handle
 
     def _push_empty(self, weight: float) -> None:
