@@ -158,7 +158,7 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     "no plane": (
         [header(1, "g", "n", 0, 2, 5.0, ["nccl", *NO_OFFER[1:]])],
         MalformedMessageError,
-        "Join.offer: expected one of auto, tcp, shm, in_process, direct, got str of length 4",
+        "Join.offer: expected one of auto, tcp, shm, in_process, direct, hierarchical, got str of length 4",
     ),
     "long header": ([b"GS\x01" + bytes(MAX_HEADER_BYTES)], LimitExceededError, f"the limit is {MAX_HEADER_BYTES}"),
     "payload where none goes": ([encode(JOIN), b"payload"], MalformedMessageError, "Join with 1 payloads; 0 to 0 go"),

@@ -65,7 +65,10 @@ def test_weights_follow_from_the_ledger_of_killed_coordinators(
     with ExitStack() as stack:
         turns = ("turns",) * (options == BACKUP)
         options = (*options, *more)
-        group = Group(stack, tmp_path / "state", channel, "fp32", rounds, *turns, options=options, program=PROGRAM)
+        state = tmp_path / "state"
+        group = Group(
+            stack, state, channel, "fp32", rounds, *turns, options=options, program=PROGRAM, loaded="torch"
+        )  # fmt: skip
         for number in (6, 20, 34, 48):
             group.workers[chance.randrange(WORLD)].expect(f"round {number} ")
             time.sleep(chance.random() * 0.1)  # anywhere in a round

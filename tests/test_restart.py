@@ -52,10 +52,12 @@ class Group:
         beside: Callable[[str], object] = lambda _: None,
         program: Path = PROGRAM,
         undisturbed: Callable[[int, str], int] = undisturbed,
+        loaded: str = "numpy",
     ) -> None:
         """Start. ``options`` are the daemon's own; ``beside`` is called with its URL before there are workers.
 
-        The workers run ``program``, and have the weights of ``undisturbed`` if nothing happens.
+        The workers run ``program``, with ``loaded`` imported, and have the weights of ``undisturbed`` if nothing
+        happens.
         """
         self._undisturbed = undisturbed
         self._stack, self._options = stack, ("--workers", f"{least}:{WORLD}", "--state-dir", str(directory), *options)
@@ -67,6 +69,7 @@ class Group:
                 Program(
                     *(str(program), self.daemon.url, str(rank), str(WORLD), str(rounds), wire, *more),
                     environment={"GRADSERVER_CHANNEL": channel},
+                    loaded=loaded,
                 )
             )
             for rank in range(WORLD)

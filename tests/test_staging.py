@@ -64,20 +64,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenFake]:
 # ── whole trainings ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("piece", [64, 4 * MIB], ids=["in pieces", "whole"])
-@pytest.mark.parametrize(
-    "options",
-    [
+def kinds_of_training() -> Iterator[Any]:
+    """Yield pace, piece and options. Options are tried soon with one pace, and the other paces without options."""
+    for options in (
         {},
         {"gradient_as_bucket_view": False},
         {"delay_all_reduce": True},
         {"static_graph": True},
         {"find_unused_parameters": True},
         {"blocks": (), "bucket_cap_mb": 0.001},
-    ],
-    ids=lambda options: "-".join(options) or "defaults",
-)
+    ):
+        for pace in PACES:
+            for piece, name in ((64, "in pieces"), (4 * MIB, "whole")):
+                soon = not options or (pace, piece) == ("late", 64)
+                label = f"{'-'.join(options) or 'defaults'}-{name}-{pace}"
+                yield pytest.param(pace, piece, options, id=label, marks=() if soon else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("pace", "piece", "options"), list(kinds_of_training()))
 def test_trains_as_one_process_does(
     pace: Pace, piece: int, options: dict[str, Any], fake: OpenFake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
