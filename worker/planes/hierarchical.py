@@ -155,8 +155,8 @@ class Hierarchical:
         weight = float(self._weight)
         present = weight >= _NO_DATA
         with on_stream(self._upwards.of(weighed)):
-            if present and (factor := divisor(weighed, self._world) / weight) != 1.0:
-                weighed.mul_(factor)
+            if present and (total := weight / divisor(weighed, self._world)) != 1.0:
+                weighed.div_(total)
             if self._staging is None:
                 _settle(weighed)
                 came.come()

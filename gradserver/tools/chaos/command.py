@@ -71,9 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--plane",
-        choices=("auto", "direct"),
+        choices=("auto", "direct", "hierarchical"),
         default="auto",
-        help="direct: workers reduce gradients among themselves, with gloo (default: the coordinator reduces them)",
+        help="direct: workers reduce gradients among themselves, with gloo. hierarchical: they do so on each of two "
+        "emulated hosts, of which one worker exchanges with the coordinator (default: the coordinator reduces them)",
     )
     parser.add_argument(
         "--netns",

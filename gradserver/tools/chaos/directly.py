@@ -1,4 +1,4 @@
-"""The exchange of a chaos run's worker on the direct plane: the one of a wrapped module, without the module."""
+"""The exchange of a chaos run's worker that reduces with others: the one of a wrapped module, without the module."""
 
 from __future__ import annotations
 

@@ -45,9 +45,14 @@ class Case(NamedTuple):
         return recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
 
     def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Array | None:
-        """Compute the mean of these rows. Return None if its fingerprint is not ``seen``."""
+        """Compute the mean of these rows, in one step or by levels. Return None if its fingerprint is not ``seen``."""
         result = self.result(rows, cut)
-        return result if generator.fingerprint([result]) == seen else None
+        if generator.fingerprint([result]) == seen:
+            return result
+        if not self.seed & generator.LEVELED or cut:  # a round of which a part counts went over the coordinator
+            return None
+        leveled = recount.leveled(rows, generator.SIZES[self.part])
+        return leveled if generator.fingerprint([leveled]) == seen else None
 
     def parts_of(self, others: Sequence[str]) -> Iterator[dict[str, frozenset[int]]]:
         """List the parts that ``others`` can have contributed before they were lost; the whole comes first."""

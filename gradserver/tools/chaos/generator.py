@@ -29,6 +29,8 @@ COARSE: Final = 1 << 62
 
 Gloo and NCCL add in an order of their own. Then the oracle's comparison bit by bit holds for them, too.
 """
+LEVELED: Final = 1 << 61
+"""Bit of a seed: workers are on two hosts, and reduce in each before they exchange."""
 STEP: Final = np.float32(0.01)
 """Learning rate: the part of a mean by which weights change in a round."""
 _BLOCK: Final = 16_384
@@ -76,6 +78,11 @@ def weight(seed: int, name: str, number: int) -> float:
         return 1.0
     key = _key(seed, name, number, -1)
     return 0.0 if key % 32 == 0 else 1.0 + (key >> 8) % 8 / 4
+
+
+def host(name: str) -> str:
+    """Return the host on which ``name`` is taken to be, if workers reduce by levels: one of two."""
+    return f"host-{sum(name.encode()) % 2}"
 
 
 def fingerprint(vectors: Sequence[Array]) -> int:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 import zmq
 
 import gradserver
+from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
 from gradserver.tools.chaos import generator, tally
 
 T = TypeVar("T")
@@ -52,7 +53,8 @@ class Settings:
     Attributes:
         pace: time that it computes in each round, in seconds.
         world: number of workers that begin the group; 0 for a worker that joins later.
-        plane: "direct" to reduce gradients among the workers, with gloo; "auto" to send them to the coordinator.
+        plane: "direct" to reduce gradients among the workers, with gloo; "hierarchical" to do so on each of two hosts;
+            "auto" to send them to the coordinator.
     """
 
     url: str
@@ -157,13 +159,15 @@ class Program:
 
     def _join(self) -> gradserver.Worker:
         s = self._settings
+        if s.plane == HIERARCHICAL:
+            os.environ["GRADSERVER_HOST"] = generator.host(s.name)
         world = s.world or None
         return gradserver.connect(
             s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=s.plane
         )
 
     def _train(self, worker: gradserver.Worker) -> None:
-        exchange: Exchange = Reduced(worker) if self._settings.plane != "direct" else _directly(worker)
+        exchange: Exchange = _directly(worker) if self._settings.plane in AMONG_MEMBERS else Reduced(worker)
         worker.serve_state(lambda: {"weights": self._weights})
         if worker.joins:
             worker.enter(self._install)
@@ -184,7 +188,7 @@ class Program:
         weight = generator.weight(seed, name, number)
         self._say("gives", round=number, rank=worker.rank)
         pieces = self._dies_after if gave else 0
-        sends_nothing = worker.channel == "shm" or self._settings.plane == "direct"
+        sends_nothing = worker.channel == "shm" or self._settings.plane in AMONG_MEMBERS
         if pieces and not sends_nothing:
             _when_sent(pieces, lambda: self._die(number))
         for count, part in enumerate(exchange.order, start=1):

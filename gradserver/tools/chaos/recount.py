@@ -7,6 +7,7 @@ The mean of each element, over the contributions that counted for it, in the ord
     otherwise                  (w₀·g₀ + w₁·g₁ + …) / (w₀ + w₁ + …)
     none, or all of weight 0   0
 
+On the hierarchical plane the same holds for the means of hosts, each with the sum of the weights of its members.
 The ledger's digest of a contribution and of a result is that of `gradserver.protocol.digest`, word by word. The product
 is asked only for the cuts of buckets into slices, and for the shares of data shards.
 """
@@ -54,6 +55,20 @@ def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
         total += row * np.float32(weight)
     total /= np.float32(sum(weights))
     return total
+
+
+def leveled(rows: Sequence[Row], size: int) -> Array:
+    """Compute the mean of the hosts' means, by the hosts' weights. Hosts are in the order of their first members."""
+    hosts: dict[str, list[Row]] = {}
+    for row in rows:
+        hosts.setdefault(generator.host(row[0]), []).append(row)
+    means: list[tuple[float, Array]] = []
+    for here in hosts.values():
+        weight, total = sum(weight for _, weight, _ in here), np.zeros(size, np.float32)
+        for _, own, given in here:
+            total += given * np.float32(own)  # exact in any order, of contributions with few bits
+        means.append((weight, total / np.float32(weight) if weight else total))
+    return mean(means, size)
 
 
 def shares(count: int) -> list[Share]:
