@@ -386,6 +386,7 @@ class DirectPlane:
             )
             boundaries.refuse(self._commit.first)
         self._directs.void()
+        self._way = None
         self._scratch.clear()  # a reduction that was given up may still write there
         boundaries.begin_again()
         self._fallen = True

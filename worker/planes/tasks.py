@@ -58,5 +58,5 @@ class Tasks:
                 done.come(task())
                 return
             except Exception as error:  # of torch, or of the session: the thread that waits is to have any
-                self.end(error)
+                self.end(error.with_traceback(None))  # frames refer to reductions, and these to sockets
         done.signal.wake()

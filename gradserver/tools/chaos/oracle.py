@@ -36,6 +36,8 @@ from gradserver.tools.chaos.explain import Account, Case, People, explain, searc
 
 Array = npt.NDArray[Any]
 
+_GROUP: Final = "default"
+"""Group of the workers."""
 DIRECT_SECTION: Final = 1
 """Section of the commits of rounds that members reduce among themselves (`gradserver.tools.chaos.program`)."""
 LAG: Final = 32
@@ -92,8 +94,10 @@ class Oracle:
     # ── evidence ──────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, dated: Dated) -> None:
-        """Take a record of the ledger; it may come more than once."""
+        """Take a record of the ledger; it may come more than once. Those of the leaders' sub-groups are left out."""
         record = dated.record
+        if getattr(record, "group", _GROUP) != _GROUP:
+            return
         match record:
             case Group():
                 if self._group_at is not None and dated.clock != self._group_at:
