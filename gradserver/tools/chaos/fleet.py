@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gradserver.protocol.planes import AUTO, DIRECT, HIERARCHICAL
 from gradserver.tools.chaos import generator
 from gradserver.tools.chaos.evidence import HEARD, LEDGER
 from gradserver.tools.chaos.program import Settings
@@ -25,12 +24,6 @@ from gradserver.tools.common.processes import Child, Family, RunError, Starter, 
 
 SILENCE: Final = 60.0
 """Seconds in which a started process must print its first line."""
-_SEEDS: Final = {
-    AUTO: 0,
-    DIRECT: generator.COARSE,
-    HIERARCHICAL: generator.COARSE | generator.LEVELED,
-}
-"""Bits of the seed, by plane."""
 _IMPORTS: Final = ("gradserver.tools.chaos.directly", "gradserver.worker.connect")
 """Imports of a worker that reduces gradients with others: torch takes seconds, and more on a busy machine."""
 _IMPORTED: Final = 300.0
@@ -90,7 +83,7 @@ class Fleet(Family):
         self.lab = lab
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
-        self._seed = seed | _SEEDS[plane]
+        self._seed = seed | generator.BITS[plane]
         self._ways, self._pace, self._shards, self._plane = ways, pace, shards, plane
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._forks: ForkServer | None = None

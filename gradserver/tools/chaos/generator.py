@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import Plan, simple_plan
+from gradserver.protocol.planes import AUTO, DIRECT, HIERARCHICAL
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +32,8 @@ Gloo and NCCL add in an order of their own. Then the oracle's comparison bit by 
 """
 LEVELED: Final = 1 << 61
 """Bit of a seed: workers are on two hosts, and reduce in each before they exchange."""
+BITS: Final = {AUTO: 0, DIRECT: COARSE, HIERARCHICAL: COARSE | LEVELED}
+"""Bits of the seed, by plane."""
 STEP: Final = np.float32(0.01)
 """Learning rate: the part of a mean by which weights change in a round."""
 _BLOCK: Final = 16_384
