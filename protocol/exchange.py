@@ -59,6 +59,10 @@ class ExchangeKey(NamedTuple):
     target: int = -1
 
 
+AMONG_MEMBERS: Final = ExchangeKey(Stream.TRANSFER, 0, STATE_TAG - 1, 0, 0)
+"""What members exchange among themselves: the key with which they are told that nothing more comes of it."""
+
+
 def is_state(key: ExchangeKey) -> bool:
     """Return whether it is a part of the state that a member sends to a learner."""
     return key.stream == TRANSFER and key.part >= STATE_TAG

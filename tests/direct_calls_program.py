@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 import gradserver
-from gradserver.protocol.errors import MembershipChangedError
+from gradserver.protocol.errors import MembershipChangedError, WorkerLostError
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.calls import DirectCalls
 from tests.worker_programs import say, told
 
-NUMEL = 1 << 20
+NUMEL = 1 << 21
+"""Elements of a tensor that goes directly between members of one host."""
 
 
 def stop(*_: Any) -> None:
@@ -54,7 +55,11 @@ def main(url: str, rank: int) -> None:
         tensor.fill_(1.0 + rank)
         if rank == 1:
             stop_before_exchange()
-        values = sorted(set(worker.all_reduce(tensor, "sum").tolist()))
+        try:
+            values = sorted(set(worker.all_reduce(tensor, "sum").tolist()))
+        except WorkerLostError as error:  # the group needs all its members
+            say(f"lost {time.monotonic()} {error.worker}")
+            return
         say(f"reduced {time.monotonic()} {worker.world_size} {values}")
         try:
             gathered(worker)

@@ -47,7 +47,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """Three workers, whose small tensors go directly, too."""
-    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
     with members("direct", 3) as found:
         yield found
 
@@ -191,6 +191,25 @@ def test_a_worker_killed_in_a_direct_collective_leaves_no_half_of_it_and_no_othe
         assert [program.end() for program in left] == [0, 0]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("workers", "said"), [("4", "lost "), ("2:8", "reduced ")])
+def test_members_that_wait_for_a_lost_one_hear_of_it_at_once(workers: str, said: str, number: signal.Signals) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", workers, "--gather", "60"))
+        arguments = [(str(PROGRAM), daemon.url, str(rank)) for rank in range(4)]
+        found = [stack.enter_context(Program(*each, loaded="torch")) for each in arguments]
+        found[1].expect("halfway", STARTED_WITHIN)
+        lost = time.monotonic()
+        found[1].send_signal(number)
+        others = [found[0], *found[2:]]
+        words = [program.expect(said).split(maxsplit=1) for program in others]
+        assert max(float(moment) for moment, _ in words) - lost < GOES_ON_WITHIN
+        assert {rest for _, rest in words} == ({"w1"} if workers == "4" else {"4 [8.0]"})
+        if workers == "4":
+            assert [program.end() for program in others] == [0, 0, 0]
+
+
 # ── finding each other ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -203,7 +222,7 @@ def test_members_find_each_other_by_files_which_go_with_the_membership(
     os.utime(stale, (0, 0))
     (tmp_path / "something else").touch()
     monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
-    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
     with members("direct", 2) as workers:
         assert not stale.exists()
         assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
@@ -219,7 +238,7 @@ def test_a_worker_without_that_directory_sends_calls_over_the_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
-    monkeypatch.setattr(calls_module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
     with members("direct", 2) as workers:
         monkeypatch.delenv("GRADSERVER_RENDEZVOUS_DIR")
         assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]

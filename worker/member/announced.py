@@ -58,6 +58,11 @@ class Announced:
         """Forget a handle that `watch` has got."""
         self._watches = [(members, waiter) for members, waiter in self._watches if waiter is not handle]
 
+    def broken(self) -> list[Waiter]:
+        """Give the handles of all that members exchange among themselves: the group goes no further."""
+        watches, self._watches = self._watches, []
+        return [handle for _, handle in watches]
+
     def _broken_up(self) -> list[Waiter]:
         """Give the handles of members that are not all there any more, by what was told."""
         later = [frozenset(news.member_ids) for news in self._memberships.values()] if self._watches else []
@@ -172,6 +177,5 @@ class Announced:
 
     def give_up(self) -> list[Waiter]:
         """Give the handles that wait for something that will not come."""
-        waiting, watches = self._waiting, self._watches
-        self._waiting, self._watches = [], []
-        return [*(handle for _, handle in waiting), *(handle for _, handle in watches)]
+        waiting, self._waiting = self._waiting, []
+        return [*(handle for _, handle in waiting), *self.broken()]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import RoundVoidError, WorkerLostError
-from gradserver.protocol.exchange import BUCKET, ExchangeKey, Operation
+from gradserver.protocol.exchange import AMONG_MEMBERS, BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Attended, Failure, Leave, Message, Opened, Scope, Welcome
 from gradserver.protocol.messages.data import Missing, Push, Result
@@ -108,6 +108,9 @@ class Member:
         """Take the word that something that this member has begun or asked fails."""
         error = failure.exception()
         match failure.scope:
+            case Scope.EXCHANGE if failure.key == AMONG_MEMBERS:
+                for waiter in self.rounds.announced.broken():
+                    self.effects.complete(waiter, error)
             case Scope.EXCHANGE if failure.key is not None:
                 if (waiting := self.rounds.commit_failed(failure.key, error)) is not None:
                     self.effects.complete(waiting, error)

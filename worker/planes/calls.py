@@ -49,7 +49,9 @@ import torch
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, MembershipChangedError
 from gradserver.protocol.exchange import WORLD_BOUND, Kind, Op, Operation, operation_of
-from gradserver.protocol.planes import DIRECT
+from gradserver.protocol.messages import Welcome
+from gradserver.protocol.offers import backend_of
+from gradserver.protocol.planes import DIRECT, GLOO
 from gradserver.worker.collectives.call import Call, on_stream
 from gradserver.worker.collectives.writers import into_rows
 from gradserver.worker.handle import Handle
@@ -64,6 +66,8 @@ log = logging.getLogger("gradserver")
 
 LEAST_BYTES: Final = 1 << 20
 """Bytes of a call below which it goes over the coordinator: two of its rounds cost more than the bytes."""
+LEAST_BYTES_OF_A_HOST: Final = 8 << 20
+"""The same for tensors on the CPU, of members that are all on one host, where the coordinator most often is, too."""
 _STALL_SECONDS: Final = 20.0
 _SLOWEST_RATE: Final = 1e6
 """A call takes too long after `_STALL_SECONDS`, and a second more for so many bytes of each member."""
@@ -145,7 +149,7 @@ class DirectCalls:
     def begin(self, call: Call) -> Handle | None:
         """Begin ``call``; None if it is one for the coordinator. All members decide alike."""
         operation, here = call.operation, self._session.membership
-        is_large = operation.numel * operation.dtype.itemsize >= LEAST_BYTES
+        is_large = operation.numel * operation.dtype.itemsize >= _least_bytes(here)
         if here.plane != DIRECT or not is_large or len(here.member_ids) == 1:
             return None
         if operation.kind in _REDUCES and not is_reducible(operation.op, operation.dtype):
@@ -294,6 +298,15 @@ class DirectCalls:
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             communicator.give_up()
+
+
+def _least_bytes(here: Welcome) -> int:
+    """Return the bytes of a call from which on these members try it directly. All say the same.
+
+    A group with NCCL has CUDA tensors, most often, and these do not lie where the coordinator sees them.
+    """
+    one_host = len({offer.host_id for offer in here.offers}) == 1
+    return LEAST_BYTES_OF_A_HOST if one_host and backend_of(here.offers) == GLOO else LEAST_BYTES
 
 
 def _digest(operation: Operation) -> int:

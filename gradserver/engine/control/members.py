@@ -24,8 +24,10 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure
 from gradserver.engine.orders import Break, Halt
 from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
+from gradserver.protocol.exchange import AMONG_MEMBERS as AMONG
 from gradserver.protocol.limits import PROBE_SECONDS
 from gradserver.protocol.messages import Failure, Scope
+from gradserver.protocol.planes import AMONG_MEMBERS
 
 _OUT_OF_DATA: Final = (
     ". If it had no batches left: give all workers equally many, with ShardSampler(uneven='pad'), wrap the loop in "
@@ -123,6 +125,11 @@ def _break(group: Group, error: GradServerError, effects: Effects) -> None:
         effects.log(f"group {group.name!r} is broken: {error.message}", warning=True)
     fail_all(group, error, effects)
     turns.broken(group, effects)
+    if group.planes.choice.plane in AMONG_MEMBERS:  # some may wait for the lost one, and for nothing from here
+        failure = Failure.of(error, Scope.EXCHANGE, AMONG)
+        for member in group.members.by_id.values():
+            if member.connection >= 0:
+                effects.send(member.connection, failure)
 
 
 def halt(group: Group, error: GradServerError, effects: Effects) -> None:
