@@ -60,7 +60,7 @@ class ExchangeKey(NamedTuple):
 
 
 AMONG_MEMBERS: Final = ExchangeKey(Stream.TRANSFER, 0, STATE_TAG - 1, 0, 0)
-"""What members exchange among themselves: the key with which they are told that nothing more comes of it."""
+"""Key with which members are told that nothing more comes of what they exchange among themselves."""
 
 
 def is_state(key: ExchangeKey) -> bool:
