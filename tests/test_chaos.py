@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.cli import main
 from gradserver.tools.chaos.command import ways_of
-from gradserver.tools.chaos.fleet import Use
 from gradserver.tools.chaos.judge import before_and_after, calm_rate
 from gradserver.tools.chaos.report import leaks, too_few, wrongs
 from gradserver.tools.chaos.schedule import DEFAULT, SPECS, draw
+from gradserver.tools.chaos.uses import Use
 from tests.cluster import ROOT, wait_until
 from tests.examples import examples
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gradserver.tools.chaos import generator
 from gradserver.tools.chaos.evidence import HEARD, LEDGER
 from gradserver.tools.chaos.program import Settings
 from gradserver.tools.chaos.schedule import Way
+from gradserver.tools.chaos.uses import Use, use_of
 from gradserver.tools.common.forks import ForkServer
 from gradserver.tools.common.netns import Lab
 from gradserver.tools.common.processes import Child, Family, RunError, Starter, listening_url, single_threaded
@@ -40,16 +41,10 @@ _FIRST_ROUND: Final = 5.0
 """Seconds that the first round of a worker may take, also after a coordinator was killed."""
 _WRITES_AGAIN: Final = 5.0
 """Seconds after which a coordinator has retried a disk that was full (1 s), or the next one has admitted all."""
+_STALLED: Final = 2.0
+"""Seconds without a finished round after which workers write to their logs what each thread is doing."""
 _FORGIVEN: Final = 10.0
 """Seconds after an event in which its worker may be out of the group."""
-
-
-class Use(NamedTuple):
-    """Resources that a process uses."""
-
-    descriptors: int
-    segments: int
-    memory: int
 
 
 _BEGINS_ANEW: Final = frozenset({"LeftOutError", "ConnectionLostError", "CoordinatorUnreachableError"})
@@ -116,6 +111,8 @@ class Fleet(Family):
         self.outs: Counter[str] = Counter()
         self.back: list[tuple[str, float]] = []
         self.round = -1
+        self._finished = 0.0
+        """Time at which a worker has finished a round last; 0 if that is not looked at."""
         self.on_hit: Callable[[str, str], object] = lambda _kind, _name: None
         self.on_call: Callable[[str], object] = lambda _name: None
 
@@ -184,6 +181,10 @@ class Fleet(Family):
                 heapq.heappop(self._due)[2]()
             after = self._due[0][0] if self._due else moment
             self._hear(max(0.0, min(moment, after) - now))
+            if self._finished and time.monotonic() > self._finished + _STALLED:
+                self._finished = 0.0
+                self.note("stalled")
+                self.say_to_all("stacks")
 
     def note(self, kind: str, **fields: Any) -> None:
         """Write a line of the run itself."""
@@ -204,7 +205,7 @@ class Fleet(Family):
         found = {}
         for name, child in self._by_name.items():
             if child is not self._judge and child.process.poll() is None:
-                found[name] = child.process.pid, _use_of(child.process.pid)
+                found[name] = child.process.pid, use_of(child.process.pid)
         return found
 
     def _hear(self, seconds: float) -> None:
@@ -231,7 +232,7 @@ class Fleet(Family):
         name, at = child.name, line["at"]
         match line["kind"]:
             case "round":
-                self.round = max(self.round, line["round"])
+                self.round, self._finished = max(self.round, line["round"]), time.monotonic()
                 self._inside.add(name)
                 self._astray.discard(name)
                 if name in self._hit and self._hit[name][1] < at and name not in self._returning:
@@ -387,11 +388,3 @@ class Fleet(Family):
         if self._forks is not None:
             self._forks.close()
         self._heard.close()
-
-
-def _use_of(pid: int) -> Use:
-    folder = Path(f"/proc/{pid}")
-    maps = (folder / "maps").read_text()
-    pages = int((folder / "statm").read_text().split()[1])
-    segments = sum("/memfd:" in line for line in maps.splitlines())
-    return Use(len(os.listdir(folder / "fd")), segments, pages * os.sysconf("SC_PAGE_SIZE"))

@@ -7,12 +7,14 @@ lines of `gradserver.tools.chaos.evidence`, and takes these on standard input:
     slow S T     take S seconds longer for each round, for T seconds
     linger S     come S seconds later to the collectives, if this worker is the late one that the others wait for
     die N        die (SIGKILL) in the next round, when N pieces of its contribution are on their way
+    stacks       write to the log what each thread is doing
 
 A worker that is out of the group (it was frozen, cut off, or its connection broke) joins again under its name.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -156,6 +158,8 @@ class Program:
                     self._lingers = time.monotonic() + float(seconds)
                 case ["die", pieces]:
                     self._dies_after = int(pieces)
+                case ["stacks"]:
+                    faulthandler.dump_traceback()
 
     def _join(self) -> gradserver.Worker:
         s = self._settings

@@ -8,8 +8,8 @@ from statistics import median, quantiles
 from typing import Any, Final
 
 from gradserver.protocol.limits import MIB
-from gradserver.tools.chaos.fleet import Use
 from gradserver.tools.chaos.schedule import Event
+from gradserver.tools.chaos.uses import Use
 
 _MORE_DESCRIPTORS: Final = 8
 _MORE_SEGMENTS: Final = 8
