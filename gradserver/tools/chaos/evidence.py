@@ -13,7 +13,7 @@ in the order in which it reads them:
     {"kind": "fault", "name", "text"}            a collective gave it a wrong result
     {"kind": "event" | "healed", …}              the run has injected an event
     {"kind": "full", "at"}                       the coordinator's disk is full from now on
-    {"kind": "stalled", "at"}                    no round was finished for some time: the stacks of workers are in their logs
+    {"kind": "stalled", "at"}                    no round was finished for some time; logs have the stacks
     {"kind": "calm" | "stormy" | "end", "at"}    a part of the run has begun
 
 Times are those of the machine's monotonic clock, like the ledger's.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-import os
 import signal
 import time
 from collections import Counter
