@@ -20,7 +20,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
 from gradserver.protocol.limits import MIN_SLICE_COST, TOLD_BYTES
-from gradserver.protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope
+from gradserver.protocol.messages import HERE, Failure, Membership, Push, Result, RoundDone, Scope, Serve, Welcome
+from gradserver.protocol.plan import Bucket, Component, Plan
 from tests.engine_harness import (
     SEATS,
     TIMEOUT,
@@ -543,3 +544,25 @@ def test_the_dead_may_say_nothing_more() -> None:
 
     assert SEATS + 1 in harness.closed
     assert not isinstance(harness.refusal(SEATS + 1), OutOfStepError)
+
+
+# ── ids that are used again ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_failed_exchange_that_a_predecessor_had_a_part_in_does_not_concern_its_successor() -> None:
+    commit = Plan((Bucket("round", FLOAT32, (Component("x", (2,)),), kind=Kind.COMMIT),))
+    harness = elastic(3)
+    harness.agree_beside([plan_of(2), commit], 3)
+    harness.receive(SEATS, Serve())
+    for rank in (2, 1):  # the first refusal makes the commit void, and the second one comes after that
+        harness.push(rank, bucket(0, 1), weight=0.0, epoch=0)
+    harness.lose(1, ended=True)
+    assert harness.open_exchanges() == 1, "one member has yet to hear of the failure"
+    harness.join(SEATS + 5, "w1")
+    assert harness.only([5], Welcome)[0].rank == 1
+    harness.lose(5, ended=True)
+
+    assert [failure.error for failure in harness.told(0, Failure)] == ["RoundVoidError"]
+    for rank in (0, 2):
+        harness.push(rank, bucket(0, 0), floats(rank, rank))
+    assert values(harness, 0, bucket(0, 0)) == [1.0, 1.0]

@@ -129,7 +129,7 @@ def _depart(group: Group, departure: Departure, epoch: int, now: float, effects:
     group.stragglers.pace.forget(member_id)
     commits.departed(group, effects)
     for exchange in list(group.exchanges.values()):
-        if exchange.failure is not None:
+        if exchange.failure is not None:  # perhaps since an earlier member had this id
             exchange.excuse(member_id)
             forget_if_over(group, exchange)
         elif member_id not in exchange.participants:
