@@ -136,7 +136,7 @@ def run_with_churn(out: Path, *options: str, seconds: float) -> str:
 
 
 def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:
-    said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "80", seconds=100)
+    said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "60", seconds=100)
     assert re.search(r"\d  worker 'w[01]' was killed; 1 continues\n", said)
     assert re.search(r"\d  worker 'w2' joined with the state of 'w[01]' \(1\.8 MB in \d\.\d\d s\)\n", said)
     assert re.search(r"PASS  .* killed and \d+ joined, and the training has the same result\.", said)
@@ -170,15 +170,17 @@ def running_demo(out: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, s
                 if re.match(r" +1  +\d", line):
                     break
             children = children_of(process.pid)
-            assert len(children) == 3, children
-            yield process, children
+            (forks,) = [pid for pid, text in children.items() if "common.forks" in text]
+            trainers = children_of(forks)
+            assert (len(children), len(trainers)) == (2, 2), (children, trainers)
+            yield process, children | trainers
         finally:
             if process.poll() is None:
                 process.terminate()  # not kill: it would leave its children behind
 
 
 def children_of(parent: int) -> dict[int, str]:
-    """Return the command lines of the processes that `parent` has started, by process id."""
+    """Return the command lines of the processes that `parent` has started, by process id, in their order."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -188,7 +190,7 @@ def children_of(parent: int) -> dict[int, str]:
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue  # it has ended meanwhile
-    return found
+    return dict(sorted(found.items()))
 
 
 def assert_gone(processes: dict[int, str]) -> None:
@@ -199,7 +201,7 @@ def assert_gone(processes: dict[int, str]) -> None:
 @pytest.mark.long
 def test_demo_reports_a_killed_worker_and_leaves_no_process(tmp_path: Path) -> None:
     with running_demo(tmp_path) as (process, children):
-        [victim] = [pid for pid, text in children.items() if "--rank 1" in text]
+        victim = list(children)[-1]
         os.kill(victim, signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1
@@ -653,6 +655,16 @@ def test_silence_has_an_end_and_names_the_silent_process(tmp_path: Path) -> None
             processes.start(f"worker {rank}", "-c", "import time; time.sleep(600)")
         with pytest.raises(RunError, match="nothing was heard from worker 0, worker 1 for 0 s"):
             processes.next_line(0.2)
+
+
+def test_where_no_process_can_be_copied_each_imports_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradserver.tools.demo.processes._IMPORTS", ("nonesuch",))
+    with Processes(tmp_path) as processes:
+        for name in ("one", "two"):
+            child = processes.start_trainer(name, "-c", "print('here')", patience=30)
+            assert processes.next_line(30) == (child, "here")
+            assert processes.next_line(30) == (child, None)
+    assert "No module named 'nonesuch'" in (tmp_path / "forks.log").read_text()
 
 
 def test_what_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

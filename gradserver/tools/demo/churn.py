@@ -131,7 +131,8 @@ class _Run:
         threads = max(1, self._view.cores // self._settings.workers)
         arguments = ["--settings", self._settings.to_json(), "--threads", str(threads), "--url", self._url]
         arguments += ["--name", name, "--save", str(self._out / "model.pt"), *(["--founds"] if founds else [])]
-        child = self._processes.start(f"worker {name}", "-m", "gradserver.tools.demo.churn_worker", *arguments)
+        program = "-m", "gradserver.tools.demo.churn_worker"
+        child = self._processes.start_trainer(f"worker {name}", *program, *arguments, patience=SILENCE_SECONDS)
         self._lives[child] = Life(name, founds)
         return child
 

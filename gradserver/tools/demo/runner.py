@@ -101,7 +101,8 @@ class Demo:
     def start_trainer(self, name: str, threads: int, *arguments: str) -> Child:
         """Start one training process."""
         common = ["--settings", self.settings.to_json(), "--threads", str(threads)]
-        return self.processes.start(name, "-m", "gradserver.tools.demo.worker", *common, *arguments)
+        program = "-m", "gradserver.tools.demo.worker"
+        return self.processes.start_trainer(name, *program, *common, *arguments, patience=SILENCE_SECONDS)
 
     def follow(self, children: list[Child], reference: list[float] | None = None) -> Result:
         """Show the steps of `children` until all have reported the end."""
