@@ -66,9 +66,11 @@ class CudaDevice:
 
     def lock(self, memory: Tensor) -> str | None:
         """Lock pages of the host. Return the reason why not, if it fails."""
-        address, nbytes = memory.data_ptr(), memory.nbytes
-        code = self._apart(lambda: _cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
-        return f"cudaHostRegister says error {code}" if code else None
+        address, nbytes, cudart = memory.data_ptr(), memory.nbytes, _cuda.cudart()
+        error = self._apart(lambda: cudart.cudaHostRegister(address, nbytes, _PORTABLE))
+        if not int(error):
+            return None
+        return f"cudaHostRegister says error {int(error)}, {cudart.cudaGetErrorString(error)}"
 
     def unlock(self, memory: Tensor) -> None:
         """Undo `lock`, when no copy is under way. At the end of a process there may be no CUDA left to tell."""
@@ -79,17 +81,17 @@ class CudaDevice:
         """Return memory of torch's own pinned allocator, which takes up to twice as much as is asked for."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def _apart(self, call: Callable[[], Any]) -> int:
-        """Return the error code of a call in a thread of its own.
+    def _apart(self, call: Callable[[], Any]) -> Any:
+        """Return the error that a call in a thread of its own returns; its number is 0 if there is none.
 
         CUDA keeps the last error of each thread, and the next kernel that the thread launches would raise it.
         """
-        outcome: Future[int] = Future()
+        outcome: Future[Any] = Future()
 
         def run() -> None:
             try:
                 self.use()
-                outcome.set_result(int(call()))
+                outcome.set_result(call())
             except BaseException as error:
                 outcome.set_exception(error)
 
