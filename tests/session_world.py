@@ -52,7 +52,7 @@ MODULES = tuple(
     f"gradserver.worker.{module}"
     for module in (
         *("clock", "connect", "donor", "handle", "learner", "resumption", "traffic"),
-        "transport.reconnect",
+        *("transport.lasting", "transport.reconnect"),
     )
 )
 """Modules with locks, threads or a clock."""

@@ -26,6 +26,7 @@ from gradserver.engine.records import (
     Reset,
     Start,
     Stragglers,
+    Subgroup,
 )
 from gradserver.ledger.command import Selection, show
 from gradserver.ledger.files import files_of
@@ -107,6 +108,40 @@ def test_late_members_are_dealt_with_as_they_were_told_when_they_joined(
 
     found, _ = engine(tmp_path, Policy(1, 4, lateness=told))
     assert found.data.groups["g"].order.lateness == goes_on
+
+
+SUBGROUP: list[Kind] = [
+    Group("g/1", 2, 60.0),
+    Subgroup("g/1", "g", (1, 2)),
+    Durable("g/1", SECRET),
+    Epoch("g/1", 2, 0, ((0, "b"), (1, "c")), "complete"),
+]
+
+
+@pytest.mark.parametrize(("told", "least"), [(3, 2), (Policy(1, 4, lateness=Lateness(quorum=2)), 1)])
+def test_a_sub_group_goes_on_as_its_parent_does_and_waits_for_all(
+    told: Policy | int, least: int, tmp_path: Path
+) -> None:
+    parent = [Group("g", 3, 60.0), Durable("g", SECRET), Epoch("g", 1, 0, ((0, "a"), (1, "b"), (2, "c")), "complete")]
+    write(tmp_path, *parent, *SUBGROUP, round_record(0))
+    assert [record for record in restored(tmp_path) if record in SUBGROUP] == SUBGROUP
+
+    found, _ = engine(tmp_path, told)
+    group = found.control.groups["g/1"]
+    assert (group.policy.minimum, group.policy.maximum, group.policy.lateness) == (least, 2, None)
+    assert found.snapshot(0.0)["groups"]["g/1"]["parent"] == "g"  # type: ignore[index]
+
+
+def test_a_sub_group_ends_with_a_parent_that_has_ended(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, *SUBGROUP, Closed("g", 1, 0, "done"))
+    found, said = engine(tmp_path)
+    assert not found.control.groups
+    assert said == ["group 'g/1' ends: 'g', which it is a sub-group of, has ended"]
+
+    resume = Resume("g/1", 0, "token", 2, "")
+    refused = found.handle(Received(7, resume), 0.0)
+    failures = [command.message for command in refused if isinstance(command, Send)]
+    assert any(isinstance(failure, Failure) and "'g' has ended" in failure.text for failure in failures)
 
 
 def test_a_round_that_was_closed_for_a_member_stays_closed(tmp_path: Path) -> None:

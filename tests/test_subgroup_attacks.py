@@ -11,6 +11,7 @@ import pytest
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import COLLECTIVE, ExchangeKey
 from gradserver.protocol.messages import Attend, BePresent, Failure, Join, Leave, Message, Ping, Push, Split, Welcome
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.branches import branch_of, on_branch
 from gradserver.protocol.transport.numbers import split
 from gradserver.protocol.wire import decode, encode
@@ -74,6 +75,8 @@ def victims() -> Iterator[tuple[str, list[Worker], list[Worker]]]:
         (Split("own", 1, (0, 0), 5.0), "expected ids in order"),
         (Split("own", 1, (), 5.0), "expected ids in order"),
         (Attend("default", 1, 0, "guessed"), "not for a coordinator"),
+        (Resume("default/1", 0, "guessed", 1, ""), "no place is kept"),
+        (Resume("nothing", 0, "guessed", 1, ""), "there is no durable group 'nothing'"),
     ],
     ids=str,
 )

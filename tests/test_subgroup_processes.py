@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from gradserver.protocol.errors import ConnectionLostError
-from gradserver.worker.client import Worker
 from tests.cluster import STARTED_WITHIN, Daemon, Program, joined, together, wait_until
 from tests.test_subgroups import sub, summed
 
@@ -51,28 +51,80 @@ def test_a_worker_that_is_killed_or_freezes_is_lost_to_all_its_sub_groups(
         wait_until(lambda: not daemon.snapshot()["groups"], "all groups are forgotten")
 
 
-def test_sub_groups_end_with_a_coordinator_that_comes_back_and_are_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers_option", ["3", "1:4"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_sub_groups_go_on_with_a_coordinator_that_comes_back(workers_option: str, shards: int, tmp_path: Path) -> None:
+    """Test with a barrier under way, two sub-groups of which one needs nobody else, and rounds of a module."""
+    with ExitStack() as stack:
+        options = "--workers", workers_option, "--gather", "60", "--state-dir", str(tmp_path), "--shards", str(shards)
+        daemon = stack.enter_context(Daemon(*options))
+        workers = stack.enter_context(joined(daemon.url, 3))
+        first = together(workers[:2], lambda worker: sub(worker, 0, 1))
+        second = together(workers[1:], lambda worker: sub(worker, 1, 2))
+        epochs = [group.epoch for group in (*first, *second)]
+        assert together(first, lambda group: summed(group, 1)) == [2.0] * 2
+        waiting = first[0].barrier(async_op=True)
+        process: Program = daemon
+        for _ in range(2):
+            process.send_signal(signal.SIGKILL)
+            process.end()
+            process = stack.enter_context(Program("-m", "gradserver", "serve", "--bind", daemon.url, *options))
+            assert together(second, lambda group: summed(group, 100_000, 100_000)) == [200_000.0] * 2
+        first[1].barrier()
+        waiting.wait(20)
+        assert together(workers, lambda worker: summed(worker, 1)) == [3.0] * 3
+        assert together([*first, *second], lambda group: summed(group, group.rank)) == [1.0] * 4
+        assert [group.epoch for group in (*first, *second)] == epochs
+        for group in first:
+            group.close()
+        assert together(second, lambda group: summed(group, 1)) == [2.0] * 2
+        for worker in workers:
+            worker.close()  # while there is a coordinator that hears it
+
+
+def test_a_call_that_waits_for_others_does_not_outlive_the_coordinator(tmp_path: Path) -> None:
     with ExitStack() as stack:
         options = "--workers", "2", "--state-dir", str(tmp_path)
         daemon = stack.enter_context(Daemon(*options))
         workers = stack.enter_context(joined(daemon.url, 2))
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(sub, workers[0], 0, 1)
+            wait_until(lambda: "default/1" in daemon.snapshot()["groups"], "it has asked")
+            daemon.send_signal(signal.SIGKILL)
+            daemon.end()
+            stack.enter_context(Program("-m", "gradserver", "serve", "--bind", daemon.url, *options))
+            with pytest.raises(ConnectionLostError, match=r"call subgroup\(\) again"):
+                asked.result(20)
+        assert together(workers, lambda worker: summed(worker, 1)) == [2.0] * 2  # both have noticed
         made = together(workers, lambda worker: sub(worker, 0, 1))
         assert together(made, lambda group: summed(group, 1)) == [2.0] * 2
-        waiting = made[0].barrier(async_op=True)
-        daemon.send_signal(signal.SIGKILL)
-        daemon.end()
-        stack.enter_context(Program("-m", "gradserver", "serve", "--bind", daemon.url, *options))
-        with pytest.raises(ConnectionLostError, match=r"call subgroup\(\) again"):
-            waiting.wait(20)
-        assert together(workers, lambda worker: summed(worker, 1)) == [2.0] * 2
-
-        def again(worker: Worker) -> float:
-            return summed(sub(worker, 0, 1), worker.rank)
-
-        assert together(workers, again) == [1.0] * 2
-        assert made[0].closed
         for worker in workers:
-            worker.close()  # while there is a coordinator that hears it
+            worker.close()
+
+
+@pytest.mark.parametrize("channel", ["tcp", "shm"])
+def test_a_member_that_dies_without_a_coordinator_is_lost_to_its_sub_groups(channel: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        options = "--workers", "1:4", "--gather", "60", "--state-dir", str(tmp_path), "--dead-after", "2"
+        daemon = stack.enter_context(Daemon(*options))
+
+        def start(rank: int) -> Program:
+            arguments = str(PROGRAM), daemon.url, str(rank), str(WORLD)
+            return stack.enter_context(Program(*arguments, environment={"GRADSERVER_CHANNEL": channel}))
+
+        workers = [start(rank) for rank in range(WORLD)]
+        for worker in workers:
+            worker.expect("ready", STARTED_WITHIN)
+        for process in (daemon, workers[VICTIM]):
+            process.send_signal(signal.SIGKILL)
+            process.end()
+        stack.enter_context(Program("-m", "gradserver", "serve", "--bind", daemon.url, *options))
+        left = [worker for rank, worker in enumerate(workers) if rank != VICTIM]
+        for worker in left:
+            worker.expect("smaller ")
+            worker.tell()
+        assert [worker.expect("totals ") for worker in left] == ["[2.0, 3.0]", "[2.0, 2.0, 3.0]", "[2.0, 3.0]"]
+        assert [worker.end() for worker in left] == [0] * 3
 
 
 @pytest.mark.long

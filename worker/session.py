@@ -134,6 +134,11 @@ class Session:
         return self.traffic.closed is not None
 
     @property
+    def is_lasting(self) -> bool:
+        """True if this membership outlives connections."""
+        return self._lasting is not None
+
+    @property
     def is_busy(self) -> bool:
         """True if an exchange is under way, here or in a sub-group."""
         return self.member.exchanges.is_busy or self.subgroups.is_busy

@@ -122,6 +122,8 @@ def _ask(
         root.subgroups.adopt(session)  # what ends the root ends this wait
         root.check_open()
         asked.wait(timeout + VERDICT_SECONDS)
+        if session.membership.durable:
+            root.subgroups.keep(channel, session)
         for number, url in enumerate(session.membership.shards, 1):
             assert isinstance(channel, Branch), "only a coordinator on a network has data shards"
             channel.reach(url, ShardReceiver(session, number))

@@ -18,6 +18,10 @@ class Membership(Protocol):
         """True if nothing can be sent any more."""
 
     @property
+    def is_lasting(self) -> bool:
+        """True if it outlives connections."""
+
+    @property
     def is_busy(self) -> bool:
         """True if an exchange is under way."""
 
@@ -52,10 +56,16 @@ class Subgroups(Generic[M]):
         self._sessions: list[M] = []
         self._lock = threading.Lock()
         self._grow: Callable[[], Channel] | None = None
+        self._keep: Callable[[Channel, M], object] | None = None
 
-    def grow_by(self, grow: Callable[[], Channel]) -> None:
-        """Make channels of sub-groups with ``grow`` from now on."""
-        self._grow = grow
+    def grow_by(self, grow: Callable[[], Channel], keep: Callable[[Channel, M], object] | None = None) -> None:
+        """Make channels of sub-groups with ``grow`` from now on; ``keep`` has one of a durable sub-group last."""
+        self._grow, self._keep = grow, keep
+
+    def keep(self, channel: Channel, session: M) -> None:
+        """Have the sub-group of ``session`` outlive the connection that carries its ``channel``."""
+        if self._keep is not None:
+            self._keep(channel, session)
 
     def grow(self) -> Channel:
         """Return a channel for one more sub-group."""
@@ -86,6 +96,12 @@ class Subgroups(Generic[M]):
         """Leave all of them. The answer to what their parent says next shows that this was heard."""
         for session in self._all():
             session.close(reason, failed, waits=False)
+
+    def lose_passing(self, error: GradServerError) -> None:
+        """Fail those that do not outlive the connection, which has broken."""
+        for session in self._all():
+            if not session.is_lasting:
+                session.end(error)
 
     def lose(self, error: GradServerError) -> None:
         """Fail all of them: their parent, or the connection, has ended."""

@@ -26,6 +26,7 @@ from gradserver.engine.records import (
     Spent,
     Start,
     Stragglers,
+    Subgroup,
     Told,
 )
 from gradserver.protocol.limits import MAX_ENDED_GROUPS
@@ -39,7 +40,7 @@ MAX_CUTS: Final = 256
 """Rounds that are known to have been closed for late members."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
-_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Durable, Handling, Stragglers)
+_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Subgroup, Durable, Handling, Stragglers)
 """Kinds of which a group's latest record is restated before its memberships, in this order."""
 _BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)
 """The same behind them."""

@@ -415,6 +415,16 @@ class Stragglers(Kind):
     keeps: Flag
 
 
+@kind(21)
+@dataclass(frozen=True, slots=True)
+class Subgroup(Kind):
+    """The group is a sub-group of these members of ``parent``. The place of an id there is the id in the sub-group."""
+
+    group: Name
+    parent: Name
+    member_ids: Ranks
+
+
 class Told(NamedTuple):
     """The offer of the member with this id, as it said when it joined."""
 

@@ -12,6 +12,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import LimitExceededError
 from gradserver.protocol.limits import MAX_SUBGROUPS
 from gradserver.protocol.messages import Attend, Failure, Leave, Message, Scope, Split
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.runtime import Runtime
 from gradserver.transport.peers import Branch, Peer
 
@@ -32,10 +33,10 @@ class Branches:
             self._runtime.receive(branch.connection, message, payloads)
             if type(message) is Leave:
                 self._end(branch, "it left")
-        elif isinstance(message, Split | Attend):
+        elif isinstance(message, Split | Attend | Resume):
             self._open(peer, number, message)
 
-    def _open(self, peer: Peer, number: int, message: Split | Attend) -> None:
+    def _open(self, peer: Peer, number: int, message: Split | Attend | Resume) -> None:
         branch = peer.grow(number)
         if branch is None:
             error = LimitExceededError(f"more than {MAX_SUBGROUPS} sub-groups on one connection: close some")

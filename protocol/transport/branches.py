@@ -11,7 +11,7 @@ The worker gives the numbers, and gives none again. A message of a branch that o
 
     branch   event, at the coordinator or a data shard        next     what happens
     ───────  ───────────────────────────────────────────────  ───────  ────────────────────────────────────────────────
-    (none)   Split or Attend                                  OPEN     the engine gets it as of a new connection
+    (none)   Split, Resume or Attend                          OPEN     the engine gets it as of a new connection
     (none)   any other message                                (none)   it is dropped: the branch was closed meanwhile
     OPEN     a message                                        OPEN     the engine gets it
     OPEN     the engine closes the connection                 (none)

@@ -45,6 +45,13 @@ class Trunk(Protocol):
         """Take nothing from this branch any more."""
 
 
+class Parent(Protocol):
+    """The channel of a durable parent, which outlives connections."""
+
+    def is_on(self, channel: object) -> bool:
+        """Return true if ``channel`` is the connection that stands."""
+
+
 class Branch:
     """The channel of a sub-group. It ends with its trunk, of which the session of that hears.
 
@@ -70,6 +77,14 @@ class Branch:
         line = self._trunk.line_to(url)
         self._receivers[line] = receiver
         self._lines.append(line)
+
+    def is_on(self, parent: Parent) -> bool:
+        """Return true if the connection that carries it is the present one of its ``parent``."""
+        return parent.is_on(self._trunk)
+
+    def reaches(self, shard: int) -> bool:
+        """Return true if messages to ``shard`` have a way."""
+        return shard < len(self._lines)
 
     def hear(self, line: int, message: Message, payloads: Sequence[Buffer]) -> None:
         """Take a message that has come through the trunk's connection ``line``."""

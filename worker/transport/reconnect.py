@@ -17,6 +17,8 @@
     RESUMING  Failure of the connection               CLOSED    for example LeftOutError
     any       close                                   CLOSED
 
+Durable sub-groups go on, too: behind UP each resumes on a branch (`gradserver.worker.transport.lasting`).
+
 From Resumed on `gradserver.worker.resumption` acts, as in a recovery because of another member. What is sent meanwhile
 is dropped: Standing says what is sent again. A thread that waits for a result when a connection breaks goes on waiting
 for its lock, which a message from the next connection releases. That connection's own thread reads until they are done.
@@ -40,7 +42,6 @@ from gradserver.protocol.errors import (
     BackendUnavailableError,
     ClosedError,
     ConnectionLostError,
-    CoordinatorStoppedError,
     CoordinatorUnreachableError,
     GradServerError,
     ProtocolError,
@@ -57,6 +58,8 @@ from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.farewell import out_before_entry
+from gradserver.worker.transport.lasting import ANSWER_SECONDS, LastingBranches
+from gradserver.worker.transport.receiver import ConnectionReceiver
 from gradserver.worker.transport.shared_memory import SharedMemory
 from gradserver.worker.transport.tcp import TcpChannel
 
@@ -72,8 +75,6 @@ _LOOK_SECONDS: Final = 0.1
 """Pause between two looks for messages while no thread waits."""
 _REACH_SECONDS: Final = 1.0
 """Time limit of an attempt to connect."""
-_ANSWER_SECONDS: Final = 10.0
-"""Time limit for the answer of a coordinator that accepts a connection."""
 
 
 class ReconnectingChannel:
@@ -114,7 +115,9 @@ class ReconnectingChannel:
         self._closing = threading.Event()
         self._news = threading.Event()
         """Set when the own thread has something to do."""
-        self.branch: Callable[[], Channel] = lambda: self._channel.branch()  # ends with the present connection
+        self._carried = LastingBranches(self)
+        self.keep = self._carried.keep
+        self.stopped: Callable[[GradServerError], None] = self.make_anew  # another coordinator may take its place
         self.attach(session)
         self._thread = threading.Thread(target=self._live, name="gradserver-reconnect", daemon=True)
         self._thread.start()
@@ -184,6 +187,11 @@ class ReconnectingChannel:
         """Return the place of ``data`` in memory that ``shard`` sees too; None if it is elsewhere."""
         return self._channel.place_of(data, shard)
 
+    def branch(self) -> Channel:
+        """Return a channel for a sub-group, as soon as there is a coordinator. It ends with the present connection."""
+        self._clock.wait(self._patience)
+        return self._channel.branch()
+
     def prepare_to_leave(self, patience: float) -> None:
         """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first.
 
@@ -210,6 +218,7 @@ class ReconnectingChannel:
     def broke(self, channel: TcpChannel, error: GradServerError) -> None:
         """Handle the end of ``channel``."""
         session = self._session
+        goes_on = False
         with self._lock:
             is_trying = channel is self._trying
             is_mine = is_trying or (self._is_up and channel is self._channel)
@@ -224,11 +233,14 @@ class ReconnectingChannel:
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
                     self.resumption.recovery.suspend()
+                    self._carried.suspend()
+                    goes_on = True
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
-                    return
         if is_trying:
             self.resumption.interrupt(error)
+        elif goes_on:
+            self._carried.interrupt(error)
         else:
             session.lost(error)
 
@@ -239,6 +251,15 @@ class ReconnectingChannel:
         last, self._garbled = self._garbled, self._session.round
         return last == self._garbled
 
+    def is_on(self, channel: object) -> bool:
+        """Return true if this worker is in its group on ``channel``."""
+        with self._lock:
+            return self._is_up and self._channel is channel
+
+    def make_anew(self, error: GradServerError) -> None:
+        """Make all connections anew, for ``error``."""
+        self.broke(self._trying or self._channel, error)
+
     def put_out_beacon(self) -> None:
         """Put the beacon out. The membership is over, and a worker that joins again in its place has the same one."""
         with self._lock:
@@ -246,19 +267,16 @@ class ReconnectingChannel:
         for channel in channels:
             channel.put_out_beacon()
 
-    def stopped(self, error: CoordinatorStoppedError) -> None:
-        """Handle that the coordinator has said that it stops."""
-        self.broke(self._trying or self._channel, error)
-
     def _live(self) -> None:
         """Run in the own thread: reconnect, and look for messages, as no other thread reads in a long forward pass."""
         while not self._closing.is_set() and not self._session.closed:
             if self._news.wait(_LOOK_SECONDS):
                 self._news.clear()
-            if self._is_up:
-                self._channel.look()
-            else:
+            if not self._is_up:
                 self._come_back()
+            if self._is_up:
+                self._carried.revive(self._channel)
+                self._channel.look()
 
     def _come_back(self) -> None:
         """Look for the coordinator until it is back, or the patience is over."""
@@ -266,11 +284,11 @@ class ReconnectingChannel:
         tried, said, pause = 0, since, RETRY_SECONDS
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
-        session.subgroups.lose(ConnectionLostError(f"lost the coordinator at {old.url}: call subgroup() again"))
+        session.subgroups.lose_passing(ConnectionLostError(f"lost the coordinator at {old.url}: call subgroup() again"))
         while not self._closing.is_set():
             tried += 1
             try:
-                self._find(old.url)
+                reach(old.url, _REACH_SECONDS)
                 pause = min(2 * pause, _MOST_RETRY_SECONDS)
                 self._resume(memory, beacon, since)
                 return
@@ -278,6 +296,8 @@ class ReconnectingChannel:
                 reason = error
                 if self._is_garbled_again(error):
                     session.lost(error)
+            except OSError as error:
+                reason = CoordinatorUnreachableError(reason_of(error))
             finally:
                 self._let_go()
             if session.closed:
@@ -299,14 +319,6 @@ class ReconnectingChannel:
         if beacon is not None:
             beacon.close()
 
-    @staticmethod
-    def _find(url: str) -> None:
-        """Raise CoordinatorUnreachableError if nothing listens at ``url``."""
-        try:
-            reach(url, _REACH_SECONDS)
-        except OSError as error:
-            raise CoordinatorUnreachableError(reason_of(error)) from None
-
     def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
         """Try once to resume on a new connection. Raises the reason for which it failed."""
         resumption = self.resumption
@@ -320,15 +332,15 @@ class ReconnectingChannel:
         self._introduced = True  # and not before: a connection that says something else first is turned away
         channel.ask()
         self._check_trying()
-        resumed: Resumed = resuming.wait(_ANSWER_SECONDS)
+        resumed: Resumed = resuming.wait(ANSWER_SECONDS)
         for number, url in enumerate(self._shards, 1):
             channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
-            attending = self._session.attend(number, _ANSWER_SECONDS, channel, resumption.recovery.generation)
+            attending = self._session.attend(number, ANSWER_SECONDS, channel, resumption.recovery.generation)
             self._check_trying()
-            attending.wait(_ANSWER_SECONDS)
+            attending.wait(ANSWER_SECONDS)
         if memory is not None:
             try:
-                channel.share_again(memory, _ANSWER_SECONDS)
+                channel.share_again(memory, ANSWER_SECONDS)
             except BackendUnavailableError as error:
                 self._check_trying()
                 log.warning("gradients go through the connection from now on: %s", error)
@@ -364,9 +376,9 @@ class ReconnectingChannel:
         with self._lock:
             if answers:
                 self._shards = shards
-            channel, right = self._trying or self._channel, self._shards == shards
+            right = self._shards == shards
         if not right:
-            self.broke(channel, ConnectionLostError("another process has taken the place of a data shard"))
+            self.make_anew(ConnectionLostError("another process has taken the place of a data shard"))
         return right
 
     def _let_go(self) -> None:
@@ -385,16 +397,3 @@ class ReconnectingChannel:
                 f"{reason.message}. With `gradserver serve` there, and the same --state-dir, the group continues"
             )
         )
-
-
-class ConnectionReceiver:
-    """Receiver of one connection. It passes messages on, and reports its end to the channel."""
-
-    def __init__(self, owner: ReconnectingChannel, channel: TcpChannel, receiver: Receiver) -> None:
-        self.receive = receiver.receive
-        self._owner = owner
-        self._channel = channel
-
-    def lost(self, error: GradServerError) -> None:
-        """Report that the connection broke."""
-        self._owner.broke(self._channel, error)

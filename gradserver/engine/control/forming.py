@@ -9,7 +9,7 @@ from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.joining import check_applicant, join_timeout, new_group
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.subgroups import overdue as overdue_split
+from gradserver.engine.control.subgroups import is_lasting, overdue as overdue_split
 from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.identities import in_order, numbered
@@ -188,8 +188,8 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
     else:
         group.set_timeouts(group.origin.timeout, group.origin.round_timeout)
     group.applicants.leave_all()
-    if registry.incarnation and group.origin is None:
+    parent = registry.parent_of(group)
+    if registry.incarnation and (group.origin is None or is_lasting(parent, group.origin)):
         group.sessions.open(registry.roster.token())
-    parent = None if group.origin is None else registry.groups.get(group.origin.parent)
     registry.roster.staff(group, None if parent is None else parent.shards.connections)
     return tuple(chosen_members.get(place, _NOBODY) for place in range(group.members.world))

@@ -117,7 +117,7 @@ class Control:
         self._begin(now)
         group = self._registry.group_of(connection)
         member_id = -1 if group is None else group.member_id_of(connection)
-        if group is None or ended or final or not sessions.may_return(group, member_id):
+        if group is None or ended or final or not sessions.may_return(self._registry, group, member_id):
             self._lose(connection, Lost(reason, ended=ended), effects)
         else:
             self._happens(group, Broke(reason), effects, connection, member_id)

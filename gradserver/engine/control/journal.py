@@ -26,6 +26,7 @@ from gradserver.engine.records import (
     Round,
     RoundRecord,
     Stragglers,
+    Subgroup,
 )
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.plan import Plan as PlanTable
@@ -35,6 +36,8 @@ from gradserver.protocol.ranges import Ranges
 def founded(group: Group, effects: Effects) -> None:
     """A group is complete."""
     _first(group, Founded(group.name, group.members.world, group.timeout), effects)
+    if group.is_durable and group.origin is not None:
+        _first(group, Subgroup(group.name, group.origin.parent, group.origin.member_ids), effects)
     if group.is_durable:
         _first(group, Durable(group.name, group.sessions.secret, group.shards.table.rates), effects)
     if group.is_durable and group.policy.lateness is not None:

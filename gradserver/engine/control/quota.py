@@ -2,8 +2,9 @@
 
     record                                       counted
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
-    Group, Durable, Handling, Stragglers, Epoch, whole
-    Entered, Chosen, Plan, Halt, Closed, Reset
+    Group, Subgroup, Durable, Handling, Epoch,   whole
+    Stragglers, Entered, Chosen, Plan, Halt,
+    Closed, Reset
     Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each member concerned
     Round, Boundary, Cut                         not at all
 

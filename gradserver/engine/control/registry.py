@@ -174,6 +174,10 @@ class Registry:
         journal.closed(group, reason, effects)
         group.order(CloseGroup(group.name), effects)
 
+    def parent_of(self, group: Group) -> Group | None:
+        """Return the parent of a sub-group, if it is still there; None for any other group."""
+        return None if group.origin is None else self.groups.get(group.origin.parent)
+
     def add(self, group: Group) -> None:
         """Keep a group from now on."""
         self.groups[group.name] = group

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from gradserver.engine.control import journal
-from gradserver.engine.control.group import Group
+from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.planes import Choice
 from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.subgroups import policy_of
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
@@ -31,6 +32,7 @@ from gradserver.engine.records import (
     Round,
     Spent,
     Stragglers,
+    Subgroup,
 )
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
 from gradserver.protocol.limits import PROBE_GROUP, PROBE_SECONDS
@@ -60,7 +62,12 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
     for name, found in state.groups.items():
         if not found.is_durable or not found.epochs:
             continue
-        policy = _policy(found, registry.told(name))
+        made, parent = found.latest(Subgroup), None
+        if made is not None and (parent := registry.groups.get(made.parent)) is None:
+            effects.log(f"group {name!r} ends: {made.parent!r}, which it is a sub-group of, has ended", warning=True)
+            registry.ended[name] = f"{made.parent!r} has ended"
+            continue
+        policy = _policy(found, registry.told(name)) if parent is None else _policy_in(parent, found)
         if policy is None:
             *_, latest = (dated.record for dated in found.epochs.values())
             here = len(latest.members) if isinstance(latest, Epoch) else 0
@@ -68,7 +75,7 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
             effects.log(f"group {name!r} ends: {what}", warning=True)
             registry.ended[name] = what
             continue
-        group = _group(registry, name, found, policy, now)
+        group = _group(registry, name, found, policy, now, parent)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
         names = ", ".join(map(repr, group.members.identities.present_names()))
@@ -90,6 +97,13 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
     return policy if isinstance(latest, Epoch) and len(latest.members) == policy.minimum else None
+
+
+def _policy_in(parent: Group, found: GroupState) -> Policy | None:
+    """Give the policy that a sub-group of ``parent`` goes on with; None if it needs members that it had lost."""
+    made = found.latest(Subgroup)
+    assert made is not None
+    return _policy(found, policy_of(parent, len(made.member_ids)))
 
 
 def _lateness(began: Stragglers | None, policy: Policy) -> Lateness | None:
@@ -144,8 +158,8 @@ def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None
         order(SetPlan(group.name, group.plans.plan, group.plans.planned))
 
 
-def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now: float) -> Group:
-    """Make the group as it was, with all members away."""
+def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now: float, parent: Group | None) -> Group:
+    """Make the group as it was, with all members away. It may be a sub-group of ``parent``."""
     epochs = [dated.record for dated in found.epochs.values() if isinstance(dated.record, Epoch)]
     founded, durable, latest = found.latest(Founded), found.latest(Durable), epochs[-1]
     assert founded is not None
@@ -155,13 +169,17 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
     group = Group(name, policy, account, nonfinite, expires=expires, planes=Planes(registry.plane))
+    if parent is not None and (made := found.latest(Subgroup)) is not None:
+        called = tuple(names.get(place, "") for place in range(len(made.member_ids)))
+        origin = Origin(parent.name, made.member_ids, called, parent.timeout, parent.round_timeout)
+        group = Group(name, policy, parent.account, nonfinite, planes=Planes(parent.planes.demanded), origin=origin)
     group.members.restore(names, dict(latest.members), latest.epoch)
     group.planes.restore(found.offers, _choice(found, latest.epoch))
     group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
-    group.set_timeouts(founded.timeout, registry.round_timeout)
+    group.set_timeouts(founded.timeout, registry.round_timeout if parent is None else parent.round_timeout)
     group.leases.restore(found.positions)
     _restore_rounds(group, found)
     _tell_again(group, found, epochs)

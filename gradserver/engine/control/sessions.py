@@ -24,7 +24,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 
-from gradserver.engine.control import journal, learners, members, recovery, turns
+from gradserver.engine.control import journal, learners, members, recovery, subgroups, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
@@ -40,9 +40,11 @@ _LOOK_SECONDS = 0.25
 # ── being away ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def may_return(group: Group, member_id: int) -> bool:
+def may_return(registry: Registry, group: Group, member_id: int) -> bool:
     """Tell whether the member with ``member_id`` can come back when its connection has broken."""
-    return bool(group.members.by_id and group.is_durable) and group.broken is None and group.is_inside(member_id)
+    if not (group.members.by_id and group.is_durable) or group.broken is not None:
+        return False
+    return group.is_inside(member_id) and subgroups.may_return(registry, group, member_id)
 
 
 def detach(registry: Registry, group: Group, member_id: int, reason: str, now: float, effects: Effects) -> None:
@@ -80,7 +82,7 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
     late: list[int] = []
     for member_id in group.sessions.overdue(now):
         since = group.sessions.busy.get(member_id, now)
-        if since + group.round_timeout <= now or not registry.runs(beacon_id(group.token(member_id))):
+        if since + group.round_timeout <= now or not _runs(registry, group, member_id):
             late.append(member_id)
             continue
         until = min(now + _LOOK_SECONDS, since + group.round_timeout)
@@ -89,6 +91,10 @@ def _not_back(registry: Registry, group: Group, now: float, effects: Effects) ->
             what = f"{member} is not back, and its process runs: it is waited for, {most}"
             effects.log(f"group {group.name!r}: {what}", warning=True)
     return late
+
+
+def _runs(registry: Registry, group: Group, member_id: int) -> bool:
+    return registry.runs(beacon_id(subgroups.token_of_process(registry, group, member_id)))
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────

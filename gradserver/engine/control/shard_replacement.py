@@ -8,6 +8,7 @@ knew. All of them come back, since they had a connection to it. Then the group r
     place     event                                     next      what happens
     ────────  ────────────────────────────────────────  ────────  ──────────────────────────────────────────────────────
     (none)    Restored                                  VACANT    no shard has enlisted with this coordinator
+    VACANT    … and the group is a sub-group            VACANT    it takes those that its parent has
     SERVING   its connection breaks                     VACANT    members that come back wait to be told to go on
     VACANT    there is a shard that the group lacks     SERVING   it is told of the group
     VACANT    … and no other place is vacant            SERVING   … and a recovery begins: Resumed to all
@@ -41,7 +42,9 @@ def lost(group: Group, place: int, now: float, effects: Effects) -> None:
 def fill(registry: Registry, group: Group, effects: Effects) -> None:
     """Give vacant places to shards that the group does not use, each to the one that had it, if possible."""
     roster = registry.roster.shards
-    spare = [connection for connection in roster if connection not in group.shards.connections]
+    parent = registry.parent_of(group)  # members reach no shards but its
+    among = roster if parent is None else [one for one in parent.shards.connections if one in roster]
+    spare = [connection for connection in among if connection not in group.shards.connections]
     for place in sorted(group.shards.lacking):
         if not spare:
             break

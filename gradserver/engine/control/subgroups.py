@@ -2,7 +2,9 @@
 
 A sub-group is a group like any other. It has rounds, plans, epochs, credit and a ledger of its own. Each of its members
 has a connection for it, a *branch*, which the member's first connection carries. So the death of a process ends all of
-them. Only its beginning is special: members of one parent ask for it (`Split`), and nobody else can come to it.
+them. Only its beginning is special: members of one parent ask for it (`Split`), and nobody else can come to it. It is
+durable if its parent is. Its members then resume in it, each for itself, on a branch of the connection on which they
+have resumed in the parent. It uses the data shards of the parent, also those that take a lost one's place.
 
     state    event                                        next     what happens
     ───────  ───────────────────────────────────────────  ───────  ─────────────────────────────────────────────────────
@@ -28,7 +30,7 @@ from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
@@ -54,6 +56,7 @@ def group_for(registry: Registry, base: int, message: Split, effects: Effects) -
         CollectiveMismatchError: another member waits in another sub-group for the sender.
         PeerError: a member that is named has departed, and the parent needs all its members.
         LimitExceededError: there are too many.
+        QuotaExceededError: the parent has used up its journal quota.
     """
     parent = registry.groups.get(message.group)
     caller = -1 if parent is None else parent.member_id_of(base)
@@ -84,9 +87,9 @@ def _make(registry: Registry, parent: Group, message: Split) -> Group:
     """Make a sub-group. Members of the parent that departed since the sender's epoch are not waited for."""
     if sum(group.origin is not None for group in registry.groups.values()) >= MAX_SUBGROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_SUBGROUPS} sub-groups: close some")
+    parent.account.check("a sub-group")
     ids, names, size = message.member_ids, parent.members.identities.names, len(message.member_ids)
-    least = size if parent.policy.needs_all else 1
-    policy = replace(parent.policy, minimum=least, maximum=size, lateness=None, rejoin=0.0)
+    policy = policy_of(parent, size)
     called, timeouts = tuple(names[one] for one in ids), (parent.timeout, parent.round_timeout)
     origin = Origin(parent.name, ids, called, *timeouts, leaders=message.leaders)
     planes = Planes(AUTO if message.leaders else parent.planes.demanded)
@@ -100,6 +103,33 @@ def _make(registry: Registry, parent: Group, message: Split) -> Group:
                 raise _gone(parent, group, place)
             origin.do_without(place)
     return group
+
+
+def policy_of(parent: Group, size: int) -> Policy:
+    """Return the policy of a sub-group of so many members: it waits for all of them, and goes on as its parent does."""
+    least = size if parent.policy.needs_all else 1
+    return replace(parent.policy, minimum=least, maximum=size, lateness=None, rejoin=0.0)
+
+
+def is_lasting(parent: Group | None, origin: Origin) -> bool:
+    """Tell whether a sub-group of ``parent`` outlives the coordinator. One of leaders is made anew in each epoch."""
+    return parent is not None and parent.is_durable and not origin.leaders
+
+
+def may_return(registry: Registry, group: Group, member_id: int) -> bool:
+    """Tell whether a member that lost its connection is still in the parent; true in a group that has none."""
+    if group.origin is None:
+        return True
+    parent = registry.parent_of(group)
+    return parent is not None and parent.is_inside(group.origin.member_ids[member_id])
+
+
+def token_of_process(registry: Registry, group: Group, member_id: int) -> str:
+    """Return the token by which the process of a member shows that it runs: in a sub-group, that of the parent."""
+    parent = registry.parent_of(group)
+    if group.origin is None or parent is None:
+        return group.token(member_id)
+    return parent.token(group.origin.member_ids[member_id])
 
 
 def _free_name(registry: Registry, parent: Group) -> str:
