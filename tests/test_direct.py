@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +18,15 @@ from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, coordinator, joined, members, together
-from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
+from tests.cluster import coordinator, joined, members, together
+from tests.elastic_course import lose, survivors_of
+from tests.elastic_training import FATAL, STEPS, WORLD, alone
 from tests.models import Transformer, loss_of, state_of, tokens
 from tests.replicas import ROWS, distance, reference, same, sgd
 
 PROGRAM = Path(__file__).with_name("direct_training.py")
 GOES_ON_WITHIN = 3.0 + 4.0
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
-SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
 
 
 @pytest.mark.parametrize(
@@ -42,53 +40,21 @@ SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
 def test_a_worker_killed_in_a_direct_round_costs_one_contribution_and_no_step(
     where: str, shards: int, tmp_path: Path
 ) -> None:
-    with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--shards", str(shards)))
+    course = lose(
+        PROGRAM, tmp_path, "fell ", GOES_ON_WITHIN, where, options=("--shards", str(shards)), as_usual=True
+    )  # fmt: skip
 
-        def start(member_id: int) -> Program:
-            arguments = str(PROGRAM), daemon.url, str(member_id), str(tmp_path / f"{member_id}"), where
-            return stack.enter_context(Program(*arguments, loaded="torch", as_usual=True))
-
-        workers = [start(member_id) for member_id in range(WORLD)]
-        workers[VICTIM].expect("halfway", STARTED_WITHIN)
-        killed = time.monotonic()
-        workers[VICTIM].send_signal(signal.SIGKILL)
-        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in SURVIVORS]
-        group = daemon.group()
-        for member_id in SURVIVORS:
-            workers[member_id].tell()
-        fell = [workers[member_id].expect("fell ") for member_id in SURVIVORS]
-        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
-
-    assert max(float(moment) for moment, _ in steps) - killed < GOES_ON_WITHIN
-    assert fell == [f"[{FATAL}]"] * 3, "the rounds behind it are direct again"
-    assert group["plane"]["name"] == "direct"
-    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
-    assert all(same(states[0], other) for other in states[1:])
-    expected = alone(lambda step, _: range(WORLD) if step < FATAL else SURVIVORS)
-    assert distance(states[0], expected) < 1e-5
+    assert course.ends == [f"[{FATAL}]"] * 3, "the rounds behind it are direct again"
+    assert course.group["plane"]["name"] == "direct"
+    expected = alone(lambda step, _: range(WORLD) if step < FATAL else survivors_of())
+    assert distance(course.state, expected) < 1e-5
     assert STEPS > FATAL + 1
 
 
 @pytest.mark.long
 def test_a_stopped_worker_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--round-timeout", "5"))
-        arguments = [
-            (str(PROGRAM), daemon.url, str(place), str(tmp_path / f"{place}"), "reducing") for place in range(4)
-        ]
-        workers = [stack.enter_context(Program(*each, loaded="torch")) for each in arguments]
-        workers[VICTIM].expect("halfway", STARTED_WITHIN)
-        workers[VICTIM].send_signal(signal.SIGSTOP)
-        for member_id in SURVIVORS:
-            workers[member_id].expect(f"step {FATAL} ", PATIENCE)
-            workers[member_id].tell()
-        for member_id in SURVIVORS:
-            workers[member_id].expect("fell ")
-        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
-        workers[VICTIM].send_signal(signal.SIGKILL)
-    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
-    assert all(same(states[0], other) for other in states[1:])
+    options = "--round-timeout", "5"
+    lose(PROGRAM, tmp_path, "fell ", GOES_ON_WITHIN, "reducing", options=options, how=signal.SIGSTOP)
 
 
 # ── several workers of this process ───────────────────────────────────────────────────────────────────

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Collection
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,15 +11,14 @@ import torch
 from gradserver import daemon
 from gradserver.cli import main
 from gradserver.engine.policy import Lateness, Policy
-from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, joined, wait_until
-from tests.elastic_training import FATAL, STEPS, VICTIM, WORLD, alone
-from tests.replicas import distance, same
+from tests.cluster import Daemon, joined, wait_until
+from tests.elastic_course import lose, survivors_of
+from tests.elastic_training import FATAL, VICTIM, WORLD, alone
+from tests.replicas import distance
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
 GOES_ON_WITHIN = 1.0 + 4.0
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
-
-SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
 
 
 @pytest.mark.parametrize(
@@ -31,35 +27,14 @@ SURVIVORS = [member_id for member_id in range(WORLD) if member_id != VICTIM]
 def test_a_worker_killed_in_the_middle_of_a_round_costs_one_contribution_and_no_step(
     channel: str, shards: int, tmp_path: Path
 ) -> None:
-    with ExitStack() as stack:
-        coordinator = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", "--shards", str(shards)))
+    options, environment = ("--shards", str(shards)), {"GRADSERVER_CHANNEL": channel}
+    course = lose(PROGRAM, tmp_path, "ok", GOES_ON_WITHIN, options=options, environment=lambda _: environment)
 
-        def start(member_id: int) -> Program:
-            arguments = str(PROGRAM), coordinator.url, str(member_id), str(tmp_path / f"{member_id}")
-            environment = {"GRADSERVER_CHANNEL": channel}
-            return stack.enter_context(Program(*arguments, environment=environment, loaded="torch"))
-
-        workers = [start(member_id) for member_id in range(WORLD)]
-        workers[VICTIM].expect("halfway", STARTED_WITHIN)
-        killed = time.monotonic()
-        workers[VICTIM].send_signal(signal.SIGKILL)
-        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in SURVIVORS]
-        group = coordinator.group()
-        for member_id in SURVIVORS:
-            workers[member_id].tell()
-        for member_id in SURVIVORS:
-            workers[member_id].expect(f"step {STEPS - 1}")
-            workers[member_id].expect("ok")
-        assert [workers[member_id].end() for member_id in SURVIVORS] == [0] * len(SURVIVORS)
-
-    assert max(float(moment) for moment, *_ in steps) - killed < GOES_ON_WITHIN
-    assert [place for _, *place in steps] == [[str(rank), "3", "2"] for rank in range(3)]
-    record = group["last_round"]
+    assert course.places == [[str(rank), "3", "2"] for rank in range(3)]
+    record = course.group["last_round"]
     assert record["round"] == FATAL
     assert [weight for member_id, weight in enumerate(record["weights"]) if member_id != VICTIM] == [1.0] * 3
-    states = [torch.load(tmp_path / f"{member_id}") for member_id in SURVIVORS]
-    assert all(same(states[0], other) for other in states[1:])
-    assert distance(states[0], expected(record["cut"])) < 1e-5
+    assert distance(course.state, expected(record["cut"])) < 1e-5
 
 
 def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
@@ -69,7 +44,7 @@ def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
 
     def who(step: int, part: int) -> list[int]:
         counts = step < FATAL or (step == FATAL and part in counted)
-        return list(range(WORLD)) if counts else SURVIVORS
+        return list(range(WORLD)) if counts else survivors_of()
 
     return alone(who)
 

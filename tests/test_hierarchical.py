@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +16,11 @@ from gradserver.worker.client import Worker
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.levels import Levels
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, coordinator, joined, members, together
+from tests.cluster import coordinator, joined, members, together
+from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, VICTIM, WORLD, alone
 from tests.hosts import hosted
-from tests.replicas import distance, same
+from tests.replicas import distance
 from tests.test_direct import GOES_ON_WITHIN, PROGRAM, floats, train
 
 WIDE = 256
@@ -103,7 +102,7 @@ def test_a_worker_killed_in_a_round_costs_one_contribution_and_no_step(
     hosts: str, where: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     gone = [VICTIM]
-    fell, group = lose(hosts, where, gone, signal.SIGKILL, tmp_path, *options)
+    fell, group = train_and_lose(hosts, where, gone, signal.SIGKILL, tmp_path, *options)
     assert fell == [f"[{FATAL}]"] * (WORLD - len(gone)), "the rounds behind it go by levels again"
     assert group["plane"]["name"] == "hierarchical"
 
@@ -111,53 +110,38 @@ def test_a_worker_killed_in_a_round_costs_one_contribution_and_no_step(
 @pytest.mark.long
 def test_a_whole_host_killed_in_a_round_costs_its_contributions_and_no_step(tmp_path: Path) -> None:
     """Test that the host that is left goes on. It has two workers, and so the plane is possible."""
-    _, group = lose("aabb", "reducing", [2, 3], signal.SIGKILL, tmp_path)
+    _, group = train_and_lose("aabb", "reducing", [2, 3], signal.SIGKILL, tmp_path)
     assert group["plane"]["name"] == "hierarchical"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["aabb", "abab"], ids=["a leader", "a member that does not lead"])
 def test_a_stopped_worker_is_left_out_and_the_others_go_on(hosts: str, tmp_path: Path) -> None:
-    lose(hosts, "reducing", [VICTIM], signal.SIGSTOP, tmp_path)
+    train_and_lose(hosts, "reducing", [VICTIM], signal.SIGSTOP, tmp_path)
 
 
-def lose(
+def train_and_lose(
     hosts: str, where: str, gone: list[int], how: signal.Signals, folder: Path, *options: str
 ) -> tuple[list[str], dict[str, Any]]:
     """Train by four processes of which some are lost in a round. Check what the others have.
 
     Return the rounds in which each of these fell to the coordinator's plane, and its snapshot of the group behind that.
     """
-    survivors = [member_id for member_id in range(WORLD) if member_id not in gone]
-    with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60", *options))
-
-        def start(member_id: int) -> Program:
-            arguments = str(PROGRAM), daemon.url, str(member_id), str(folder / f"{member_id}"), where, "hierarchical"
-            here = {"GRADSERVER_HOST": hosts[member_id]}
-            return stack.enter_context(Program(*arguments, environment=here, loaded="torch"))
-
-        workers = [start(member_id) for member_id in range(WORLD)]
-        workers[VICTIM].expect("halfway", STARTED_WITHIN)
-        killed = time.monotonic()
-        for member_id in gone:
-            workers[member_id].send_signal(how)
-        steps = [workers[member_id].expect(f"step {FATAL} ", PATIENCE).split() for member_id in survivors]
-        group = daemon.group()
-        for member_id in survivors:
-            workers[member_id].tell()
-        fell = [workers[member_id].expect("fell ") for member_id in survivors]
-        assert [workers[member_id].end() for member_id in survivors] == [0] * len(survivors)
-        for member_id in gone:
-            workers[member_id].send_signal(signal.SIGKILL)
-
-    silence = 3.0 if how is signal.SIGSTOP else 0.0
-    assert max(float(moment) for moment, _ in steps) - killed < GOES_ON_WITHIN + silence
-    states = [torch.load(folder / f"{member_id}") for member_id in survivors]
-    assert all(same(states[0], other) for other in states[1:])
-    expected = alone(lambda step, _: range(WORLD) if step < FATAL else survivors)
-    assert distance(states[0], expected) < 1e-5
-    return fell, group
+    course = lose(
+        PROGRAM,
+        folder,
+        "fell ",
+        GOES_ON_WITHIN,
+        where,
+        "hierarchical",
+        options=options,
+        gone=gone,
+        how=how,
+        environment=lambda member_id: {"GRADSERVER_HOST": hosts[member_id]},
+    )
+    expected = alone(lambda step, _: range(WORLD) if step < FATAL else survivors_of(gone))
+    assert distance(course.state, expected) < 1e-5
+    return course.ends, course.group
 
 
 def test_leaders_that_do_not_find_each_other_go_over_the_coordinator(caplog: pytest.LogCaptureFixture) -> None:
