@@ -191,6 +191,30 @@ def test_buffers_of_any_type_are_broadcast_as_bytes(dtype: torch.dtype, monkeypa
     assert bytes_.data_ptr() == tensor.data_ptr()
 
 
+def test_a_group_that_is_given_up_during_a_call_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's destructor waits for a reduction that is under way: here, it would wait in the training's thread."""
+    made, ended, ends_in = Communicator("", "", 0, 1, [CPU], ""), threading.Event(), list[threading.Thread]()
+
+    class Group:
+        def allreduce(self, _: list[Tensor], __: Any) -> Any:
+            made.give_up()
+            for thread in [one for one in threading.enumerate() if one.name == "gradserver-give-up"]:
+                thread.join(0.2)  # it may end before the call does
+            return Work(lambda: None)
+
+        def __del__(self) -> None:
+            ends_in.append(threading.current_thread())
+            ended.set()
+
+    made._groups["cpu"] = Group()
+    monkeypatch.setattr(communicator, "open_device", lambda _: FakeDevice())
+    made.all_reduce(torch.ones(3), Op.SUM, Signal())
+    assert ended.wait(10)
+    assert ends_in != [threading.current_thread()]
+    with pytest.raises(RuntimeError, match="were given up"):
+        made.all_reduce(torch.ones(3), Op.SUM, Signal())
+
+
 # ── over NCCL ─────────────────────────────────────────────────────────────────────────────────────────
 
 GPU = torch.device("cuda", 0)

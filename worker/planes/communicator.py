@@ -237,6 +237,9 @@ class Communicator:
         self._groups: dict[str, Any] = {}
         self._given_up = False
         self._lock = threading.Lock()
+        self._calling = threading.Lock()
+        """Held during a call of a group. If the group is given up meanwhile, the caller must not be the last to have
+        it: gloo's destructor would run in its thread."""
         self.failed: BaseException | None = None
         """Why it could not be formed."""
 
@@ -316,37 +319,43 @@ class Communicator:
 
     def all_gather(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
         """Begin to put every member's ``tensor`` into ``rows``, one behind the other."""
-        work = self._group_of(tensor)._allgather_base(rows, tensor, _C10D.AllgatherOptions())
+        work = self._call("_allgather_base", tensor, rows, tensor, _C10D.AllgatherOptions())
         return Reduction(work, rows, signal, self._queue(rows.device))
 
     def all_to_all(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
         """Begin to give each member its part of ``tensor``, and to put their parts for this one into ``rows``."""
-        work = self._group_of(tensor).alltoall_base(rows, tensor, [], [], dist.AllToAllOptions())
+        work = self._call("alltoall_base", tensor, rows, tensor, [], [], dist.AllToAllOptions())
         return Reduction(work, rows, signal, self._queue(rows.device))
 
     def gather(self, tensor: Tensor, rows: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
         """Begin to put every member's ``tensor`` into the ``rows`` of ``rank``; the others have none."""
         options = dist.GatherOptions()
         options.rootRank = rank
-        work = self._group_of(tensor).gather([] if rows is None else [rows], [tensor], options)
+        work = self._call("gather", tensor, [] if rows is None else [rows], [tensor], options)
         return Reduction(work, rows[0] if rows else tensor, signal, self._queue(tensor.device))
 
     def scatter(self, tensor: Tensor, parts: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by the one of the ``parts`` that ``rank`` has for this member."""
         options = dist.ScatterOptions()
         options.rootRank = rank
-        work = self._group_of(tensor).scatter([tensor], [] if parts is None else [parts], options)
+        work = self._call("scatter", tensor, [tensor], [] if parts is None else [parts], options)
         return Reduction(work, tensor, signal, self._queue(tensor.device))
 
     def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
-        work = getattr(self._group_of(tensor), what)([sent], options)
+        work = self._call(what, tensor, [sent], options)
         return Reduction(work, tensor, signal, self._queue(tensor.device))
 
-    def _group_of(self, tensor: Tensor) -> Any:
-        groups = self._groups  # another thread may give up meanwhile
-        if tensor.device.type not in groups:
-            raise RuntimeError("the communicators of this epoch were given up")
-        return groups[tensor.device.type]
+    def _call(self, what: str, tensor: Tensor, *arguments: Any) -> Any:
+        """Call method ``what`` of the group for the device of ``tensor``."""
+        with self._calling:
+            try:
+                call = getattr(self._groups[tensor.device.type], what)
+            except KeyError:  # another thread has given up
+                raise RuntimeError("the communicators of this epoch were given up") from None
+            try:
+                return call(*arguments)
+            finally:
+                del call  # it refers to the group
 
     def _queue(self, device: torch.device) -> _Queue | None:
         if device not in self._queues:
@@ -362,14 +371,16 @@ class Communicator:
         # NCCL may take its time. Gloo's destructor waits for its threads, which may wait for a member that is stopped.
         # Nothing here refers to a group by itself, so that destructors run in the thread that clears.
         if groups:
-            in_background(_end, "give-up", groups)
+            in_background(_end, "give-up", groups, self._calling)
 
 
-def _end(groups: dict[str, Any]) -> None:
-    """Abort NCCL, and let the destructors of all run."""
+def _end(groups: dict[str, Any], calling: threading.Lock) -> None:
+    """Abort NCCL, and let the destructors of all run, when no thread calls any of them."""
     if "cuda" in groups:
         with suppress(RuntimeError):
             abort = getattr(groups["cuda"], "abort", None) or groups["cuda"]._shutdown  # its name before torch 2.6
             abort()
             del abort
+    with calling:
+        pass
     groups.clear()
