@@ -26,9 +26,10 @@ _SUITES = {
     "latency": "small tensors, beside gloo and plain pyzmq",
     "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
     "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
+    "levels": "training steps of workers that share emulated hosts, by levels beside TCP; requires root",
     "large": "training steps of a GPT with 432 million parameters, over each channel or between devices",
 }
-_LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step"}
+_LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step", "levels": "levels"}
 _MOST_WORKERS = 64
 _WORKERS = "numbers of processes"
 _SIZES = "sizes of the tensor in bytes, all fp32"
@@ -99,12 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
     text = "without --rate: channel of the workers, tcp or default"
     _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", text)
-    text = "width of the model; a width of 512 with 8 blocks is 25 M parameters"
-    _option(one, "--width", parse.whole(16, 4096), "512", "N", text)
-    _option(one, "--blocks", parse.whole(1, 256), "8", "N", "number of transformer blocks")
-    _option(one, "--context", parse.whole(8, 4096), "128", "N", "length of a sequence in bytes")
-    _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
+    _add_model(one, context="128")
     _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes to exchange during the emulated backward")
+
+    one = added["levels"]
+    _option(one, "--hosts", parse.whole(2, 64), "2", "N", "number of hosts")
+    _option(one, "--per-host", parse.whole(2, 64), "2", "N", "number of workers on each host")
+    _add_links(one, "1gbit", None)
+    _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
+    _add_model(one, context="32")
 
     one = added.pop("large")
     _option(one, "--channel", parse.listed(parse.one_of("tcp", "shm")), "tcp,shm", "NAME,…", "channels, one run each")
@@ -123,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--json", action="store_true", help="print only one JSON document")
 
     for name, one in added.items():
-        if name == "train":
+        if name in ("train", "levels"):
             _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
             one.set_defaults(sample_ms=0)
         elif name == "codecs":
@@ -193,7 +197,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
         from gradserver.tools.bench.codec_suite import codecs
 
         return codecs
-    from gradserver.tools.bench import suites, train_suite
+    from gradserver.tools.bench import level_suite, suites, train_suite
 
     return {
         "same-host": suites.same_host,
@@ -201,6 +205,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
         "cluster": suites.cluster,
         "latency": suites.latency,
         "train": train_suite.train,
+        "levels": level_suite.levels,
     }[name]
 
 
@@ -236,6 +241,14 @@ def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: s
     )
     text = "congestion control of TCP on these links, such as cubic (default: this machine's)"
     _option(parser, "--congestion", parse.algorithm, None, "NAME", text)
+
+
+def _add_model(parser: argparse.ArgumentParser, context: str) -> None:
+    text = "width of the model; a width of 512 with 8 blocks is 25 M parameters"
+    _option(parser, "--width", parse.whole(16, 4096), "512", "N", text)
+    _option(parser, "--blocks", parse.whole(1, 256), "8", "N", "number of transformer blocks")
+    _option(parser, "--context", parse.whole(8, 4096), context, "N", "length of a sequence in bytes")
+    _option(parser, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
 
 
 def _option(

@@ -96,6 +96,8 @@ def mean_pattern(numel: int) -> torch.Tensor:
 
 def _connect(seat: Seat, link: Link) -> gradserver.Worker:
     options: dict[str, Any] = {} if link.wire == "fp32" else {"wire": link.wire}
+    if link.plane:
+        options["plane"] = link.plane
     with _channel(link.channel):
         return gradserver.connect(
             seat.url,

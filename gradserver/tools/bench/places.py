@@ -27,6 +27,36 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """Place with several workers on each host of ``place``. They say so, as all are on this machine in fact."""
+
+    place: Place
+    each: int
+
+    @property
+    def interface(self) -> str:
+        """Network interface that connects the hosts."""
+        return self.place.interface
+
+    def worker_prefix(self, rank: int) -> list[str]:
+        """Return the command prefix of a worker's host."""
+        host = rank // self.each
+        return [*self.place.worker_prefix(host), "env", f"GRADSERVER_HOST=host-{host}"]
+
+    def worker_address(self, rank: int) -> str:
+        """Return the address of a worker's host."""
+        return self.place.worker_address(rank // self.each)
+
+    def coordinator_prefix(self) -> list[str]:
+        """Return the command prefix of the coordinator's host."""
+        return self.place.coordinator_prefix()
+
+    def coordinator_address(self) -> str:
+        """Return the address of the coordinator's host."""
+        return self.place.coordinator_address()
+
+
+@dataclass(frozen=True, slots=True)
 class Here:
     """Place of all processes on this machine, over its loopback."""
 

@@ -135,6 +135,8 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "wrong": Column("#wrong", "", 6, lambda row: str(row.wrong)),
         "peer": Column("gloo", unit, 7, lambda row: maybe(row.peer_seconds, shown)),
         "ratio": Column("gloo/ours", "", 9, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
+        "beside": Column("tcp/this", "", 8, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
+        "plane": Column("plane", "", 12, lambda row: row.variant, left=True),
         "limit": Column("limit", unit, 7, lambda row: maybe(row.limit_seconds, shown)),
         "share": Column("reached", "", 7, lambda row: maybe(row.share, lambda share: f"{share:.1%}")),
         "exposed": Column("exposed", unit, 8, lambda row: maybe(row.more.get("exposed_s"), shown)),
@@ -162,6 +164,11 @@ LAYOUTS = {
         "ms",
         milliseconds,
         ("variant", "wire", "time", "spread", "computing", "exposed", "part", "loss", "wrong", "ratio"),
+    ),
+    "levels": (
+        "ms",
+        milliseconds,
+        ("plane", "wire", "time", "spread", "computing", "exposed", "part", "loss", "wrong", "beside"),
     ),
     "codecs": (
         "ms",
@@ -195,6 +202,11 @@ NOTES = {
         "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
         "GB/s: size / median time of one core; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
         "#wrong: elements that are missing in the payloads and in the residuals",
+    ),
+    "levels": (
+        "time: median of one training step of the slowest rank; compute: the same step without any exchange",
+        "exposed: time - compute, and its share of the time; loss: on held-out text, after equally many steps",
+        "#wrong: replicas that are not bit-identical to rank 0's; tcp/this: above 1.00x this plane is faster",
     ),
     "step": (
         "time: median of one training step of the slowest rank; compute: the same step without any exchange",
@@ -239,7 +251,10 @@ def conclusion(rows: Sequence[Row]) -> str:
         ahead = sum(ratio > 1 for ratio in ratios)
         span = _span(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
         rows_compared = counted(len(ratios), "row")
-        said.append(f"gradserver was faster than gloo in {ahead} of {rows_compared} (gloo took {span} times as long)")
+        peer = "tcp" if ours[0].peer == "tcp" else "gloo"
+        said.append(
+            f"gradserver was faster than {peer} in {ahead} of {rows_compared} ({peer} took {span} times as long)"
+        )
     # For a few bytes, a limit of bandwidth is out of reach.
     bound = [row for row in ours if row.limit not in BANDWIDTHS or row.nbytes >= LARGE_BYTES]
     for limit in dict.fromkeys(row.limit for row in bound if row.limit):
@@ -248,7 +263,7 @@ def conclusion(rows: Sequence[Row]) -> str:
         said.append(f"it reached {_span(f'{min(shares):.0%}', f'{max(shares):.0%}')} of the limit ({limit}{sizes})")
     lossy = any(row.wire != "fp32" for row in rows)
     exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
-    if any(row.op == "step" for row in rows):
+    if any(row.op in ("step", "levels") for row in rows):
         exact = "replicas stayed bit-identical"
     elif any(row.op == "codec" for row in rows):
         exact = "every element is in the payloads or in the residuals"

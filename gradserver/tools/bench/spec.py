@@ -12,15 +12,16 @@ WIRES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Membership that a worker process opens: a wire format, and the channel by name ("" is the default)."""
+    """Membership that a worker process opens: a wire format, the channel and the plane by name ("" is the default)."""
 
     wire: str = "fp32"
     channel: str = ""
+    plane: str = ""
 
     @property
     def group(self) -> str:
         """Name of the group: each link has its own."""
-        return f"bench-{self.wire}-{self.channel or 'default'}"
+        return f"bench-{self.wire}-{self.channel or 'default'}" + (f"-{self.plane}" if self.plane else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,12 @@ class Contender:
     wire: str = "fp32"
     channel: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    plane: str = ""
 
     @property
     def link(self) -> Link:
         """Membership that it uses, if it is one of gradserver."""
-        return Link(self.wire, self.channel)
+        return Link(self.wire, self.channel, self.plane)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def train(arguments: argparse.Namespace, session: Session) -> None:
         if arguments.rate:
             place = stack.enter_context(lab(arguments, workers))
             where = f"{workers} hosts, {link_names(arguments)}"
-        settings = _settings(arguments)
+        settings = settings_of(arguments, workers)
         title = f"GPT of {settings.parameters / 1e6:.1f} M parameters, {where}"
         fleet = stack.enter_context(session.fleet(workers, Needs(links), title, place, layout="step"))
         _steps(arguments, session, fleet, links, settings)
@@ -39,10 +39,11 @@ def train(arguments: argparse.Namespace, session: Session) -> None:
         _overlap(arguments, session, fleet, links)
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace, workers: int) -> Settings:
+    """Return the settings of a training by so many workers, from the arguments."""
     width = arguments.width
     return Settings(
-        workers=arguments.workers,
+        workers=workers,
         batch=arguments.batch,
         steps=arguments.repetitions,
         context=arguments.context,
