@@ -200,6 +200,17 @@ def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
     assert [name for name in netns.existing() if not owner_lives(name)] == []
 
 
+@pytest.mark.long
+def test_levels_are_measured_beside_tcp_on_hosts_that_several_workers_share() -> None:
+    needs_hosts()
+    options = ("--rate", "1gbit", "--width", "32", "--blocks", "1", "--repetitions", "3")
+    flat, leveled = document("levels", *options)["rows"]
+    assert (flat["variant"], leveled["variant"]) == ("tcp", "hierarchical")
+    assert leveled["peer"] == "tcp"
+    assert flat["loss"] == pytest.approx(leveled["loss"], abs=1e-5)
+    assert flat["workers"] == 4
+
+
 _SPOKEN = """
 import socket, sys
 caller = socket.socket()
