@@ -65,7 +65,7 @@ _SELECTED: Final = ("-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovid
 
 LINES: Final = (
     _measured("copies", "Copies run at 80 % or more of a plain pinned copy's rate, each way", 90),
-    _measured("nccl", "One rank trains over NCCL, end to end", 150),
+    _measured("nccl", "One rank trains over NCCL, end to end", 180),
     _measured("waits", "Torch's sync debug mode, set to error, passes", 90),
     _measured("overlap", "Copies to the host are hidden behind backward", 120),
     _measured("codecs", "Codecs have the same bits on the device as on the host", 120),
