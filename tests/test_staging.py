@@ -368,6 +368,18 @@ def test_a_contribution_without_data_is_not_copied_but_once(alone: Callable[...,
     assert staged.device.copied[0] == 8000
 
 
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_a_bucket_that_moves_on_its_device_keeps_its_memory_on_the_host(wire: str, fake: OpenFake) -> None:
+    device, numel = fake(), 1 << 18
+    with LocalCluster(1, wire=wire) as cluster:
+        staged = Staged(cluster.workers[0], device, numel)
+        for value in (1.0, 2.0, 3.0):
+            staged.flats[0] = torch.zeros(numel)
+            staged.finish(staged.push(0, value))
+            assert staged.flats[0].eq(value).all()
+        assert len(device.locked) == 1
+
+
 # ── payloads of codecs ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -150,10 +150,13 @@ def takes_payloads(worker: Worker, number: int) -> bool:
 def stage(
     worker: Worker, number: int, flat: Tensor, device: Device, memory: HostMemory, before: Staged | None
 ) -> Staged:
-    """Return a bucket with memory on the host. What the bucket ``before`` owes is still owed."""
+    """Return a bucket with memory on the host. What the bucket ``before`` owes is still owed.
+
+    A bucket that is in other memory of the device than before has the same memory on the host: that stays locked.
+    """
     if takes_payloads(worker, number):
         return _stage_payloads(worker, number, flat, device, memory, before)
-    host = memory.new(flat.nbytes).view(flat.dtype)
+    host = _host_of(before, has_payloads=False, nbytes=flat.nbytes, memory=memory).view(flat.dtype)
     step = PIECE_BYTES // flat.element_size()
     pieces = [(start, min(start + step, flat.numel())) for start in range(0, max(flat.numel(), 1), step)]
     return Staged(flat, host, pieces, [device.new_event() for _ in pieces])
@@ -171,6 +174,12 @@ def _stage_payloads(
     residual = before.residual if isinstance(before, Payloads) else torch.zeros_like(flat)
     if kept is not None:
         residual.copy_(torch.from_numpy(kept.residual))
-    host = memory.new(2 * offsets_of(layout)[-1])
+    host = _host_of(before, has_payloads=True, nbytes=2 * offsets_of(layout)[-1], memory=memory)
     codec = DEVICE_CODECS[operation.codec.name]
     return Payloads(flat, host, layout, codec, residual, session.member.identity.sifts, device)
+
+
+def _host_of(before: Staged | None, has_payloads: bool, nbytes: int, memory: HostMemory) -> Tensor:
+    if before is not None and before.has_payloads == has_payloads and before.host.nbytes == nbytes:
+        return before.host
+    return memory.new(nbytes)
