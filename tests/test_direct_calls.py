@@ -116,6 +116,17 @@ def test_calls_that_are_not_waited_for_keep_their_order(workers: list[Worker]) -
     assert together(workers, work) == [[3.0, 33.0, 2.0]] * 3
 
 
+def test_synchronize_waits_for_all_that_was_begun(workers: list[Worker]) -> None:
+    def work(worker: Worker) -> list[float]:
+        tensors = [torch.full((1000, 3), float(worker.rank)).T for _ in range(3)]
+        handles = [worker.all_reduce(tensor, "sum", async_op=True) for tensor in tensors]
+        worker.synchronize()
+        assert all(handle.done() for handle in handles)
+        return [float(tensor[0, 0]) for tensor in tensors]
+
+    assert together(workers, work) == [[3.0] * 3] * 3
+
+
 def test_a_call_that_fails_at_one_member_goes_over_the_coordinator_at_all(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exchanged: list[str]
 ) -> None:

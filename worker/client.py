@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, overload
@@ -325,6 +326,21 @@ class Worker(SubgroupCalls):
     def left_out(self) -> bool:
         """True if a part of this worker's contribution to that round was not finite, and so did not count."""
         return self._session.member.rounds.left_out
+
+    def synchronize(self) -> None:
+        """Wait for all collectives that were called with ``async_op``, and whose handles still exist.
+
+        Their results are then in the tensors, for every stream of a CUDA device.
+
+        Raises:
+            GradServerError: one of them failed. The others are waited for when this is called again.
+        """
+        for handle in list(self._under_way):
+            self._under_way.discard(handle)
+            handle.wait()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
 
     # ── memory, and the end ───────────────────────────────────────────────────────────────────────────
 
