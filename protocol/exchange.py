@@ -46,7 +46,9 @@ TRANSFER: Final = Stream.TRANSFER
 """Streams by names of their own: in a module that has one, looking it up takes a tenth of what `Stream` takes."""
 
 STATE_TAG: Final = 1 << 61
-"""The difference between the number of a transfer of state and the tag of its sends. Callers' tags are below."""
+"""The difference between the number of a transfer of state and the tag of its sends."""
+ANSWER_TAG: Final = 1 << 60
+"""The difference between a caller's tag and that of answers about its transfers. Callers' tags are below."""
 
 
 class ExchangeKey(NamedTuple):

@@ -1,6 +1,6 @@
 """Four workers that call collectives on the direct plane. Two of them stop in the middle of one.
 
-Run as ``direct_calls_program.py URL RANK``. Worker 1 stops when all have prepared an all_reduce, and worker 2 when it
+Run as ``direct_calls_program.py URL RANK``, or with ``transfer`` behind that. Worker 1 stops when all have prepared an all_reduce, and worker 2 when it
 has the result of an all_gather and has not said so. The others print what they get, and when.
 """
 
@@ -16,6 +16,7 @@ import gradserver
 from gradserver.protocol.errors import MembershipChangedError, WorkerLostError
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.calls import DirectCalls
+from gradserver.worker.planes.transfers import DirectTransfers
 from tests.worker_programs import say, told
 
 NUMEL = 1 << 21
@@ -47,9 +48,27 @@ def gathered(worker: Worker) -> list[float]:
     return rows[:, 99].tolist()
 
 
-def main(url: str, rank: int) -> None:
+def transfer(worker: Worker) -> None:
+    """Have worker 1 stop when worker 0 waits for its bytes."""
+    tensor = torch.zeros(NUMEL)
+    DirectTransfers._give = stop  # type: ignore[method-assign,assignment]
+    if worker.rank == 1:
+        worker.send(tensor, 0)
+    elif worker.rank == 0:
+        try:
+            worker.recv(tensor, 1)
+        except WorkerLostError as error:
+            say(f"lost {time.monotonic()} {error.worker}")
+    else:
+        told()
+
+
+def main(url: str, rank: int, what: str) -> None:
     torch.set_num_threads(1)
     with gradserver.connect(url, rank, 4, name=f"w{rank}", timeout=60.0, plane="direct") as worker:
+        if what == "transfer":
+            transfer(worker)
+            return
         tensor = torch.full((NUMEL,), 1.0 + rank)
         say(f"first {sorted(set(worker.all_reduce(tensor, 'sum').tolist()))}")
         tensor.fill_(1.0 + rank)
@@ -75,4 +94,4 @@ def main(url: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), "".join(sys.argv[3:]))

@@ -18,9 +18,10 @@ import torch
 import gradserver
 from gradserver.protocol.errors import CollectiveMismatchError
 from gradserver.worker.client import Worker
-from gradserver.worker.planes import calls as calls_module
+from gradserver.worker.planes import calls as calls_module, transfers as transfers_module
 from gradserver.worker.planes.calls import DirectCalls
 from gradserver.worker.planes.communicator import Communicator
+from gradserver.worker.planes.transfers import DirectTransfers
 from tests.cluster import STARTED_WITHIN, Daemon, Program, errors, members, together
 
 PROGRAM = Path(__file__).with_name("direct_calls_program.py")
@@ -173,6 +174,95 @@ def test_a_wrong_tensor_is_refused_before_anything_is_said(workers: list[Worker]
     together(workers, work)
 
 
+# ── transfers ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have small transfers go directly, too. List those that have come."""
+    monkeypatch.setattr(transfers_module, "LEAST_BYTES", 100)
+    found: list[str] = []
+    take = DirectTransfers._take
+
+    def noted(self: DirectTransfers, call: Any, *more: Any) -> bool:
+        came = take(self, call, *more)
+        found.append(f"{call.operation} {came}")
+        return came
+
+    monkeypatch.setattr(DirectTransfers, "_take", noted)
+    return found
+
+
+def test_transfers_of_all_tags_and_both_ways_come_in_their_order(workers: list[Worker], passed: list[str]) -> None:
+    def work(worker: Worker) -> list[float]:
+        nxt, before = (worker.rank + 1) % 3, (worker.rank - 1) % 3
+        own = [torch.full((50, 3), 100.0 * tag + 10 * number + worker.rank).T for tag in (1, 2) for number in (0, 1)]
+        small = torch.full((1,), 7.0 + worker.rank)
+        sent = [worker.send(tensor, nxt, 1 + place // 2, async_op=True) for place, tensor in enumerate(own)]
+        sent.append(worker.send(small, nxt, 2, async_op=True))  # behind the others of its tag
+        got = [torch.zeros(50, 3).T for _ in own] + [torch.zeros(1)]
+        for place in (2, 3, 4, 0, 1):
+            worker.recv(got[place], before, 2 if place in (2, 3, 4) else 1)
+        for handle in sent:
+            handle.wait()
+        return [float(tensor.ravel()[0]) for tensor in got]
+
+    expected = [[100.0, 110.0, 200.0, 210.0, 7.0], [100.0, 110.0, 200.0, 210.0, 7.0], [100.0, 110.0, 200.0, 210.0, 7.0]]
+    for rank, row in enumerate(expected):
+        row[:] = [value + (rank - 1) % 3 for value in row]
+    assert together(workers, work) == expected
+    assert passed == ["transfer of float32[150] True"] * 12
+
+
+def test_a_transfer_that_fails_goes_over_the_coordinator_and_the_next_is_direct(
+    workers: list[Worker], passed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    receive = Communicator.receive
+
+    def failing(*_: Any) -> Any:
+        monkeypatch.setattr(Communicator, "receive", receive)
+        raise RuntimeError("the link broke")
+
+    monkeypatch.setattr(Communicator, "receive", failing)
+
+    def work(worker: Worker) -> list[float]:
+        found = []
+        for number in range(3):
+            tensor = np.full(100, float(number) if worker.rank == 0 else -1.0)
+            if worker.rank < 2:
+                found.append(float((worker.send(tensor, 1) if worker.rank == 0 else worker.recv(tensor, 0))[5]))
+        return found
+
+    assert together(workers, work) == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], []]
+    assert [one.split()[-1] for one in passed] == ["False", "True", "True"]
+    assert "the link broke" in caplog.text
+
+
+def test_transfers_that_differ_are_an_error_with_both_sides(workers: list[Worker], passed: list[str]) -> None:
+    def work(worker: Worker) -> None:
+        if worker.rank == 0:
+            worker.send(torch.zeros(100), 1)
+        else:
+            worker.recv(torch.zeros(101), 0)
+
+    for error in errors(CollectiveMismatchError, workers[:2], work):
+        assert "float32[100]" in error.message
+        assert "float32[101]" in error.message
+    assert not passed
+
+
+def test_a_receiver_of_a_lost_source_hears_of_it(workers: list[Worker], passed: list[str]) -> None:
+    def work(worker: Worker) -> None:
+        if worker.rank == 0:
+            worker.abort("it was preempted")
+        elif worker.rank == 1:
+            with pytest.raises(gradserver.WorkerLostError, match="w0"):
+                worker.recv(torch.zeros(100), 0)
+
+    together(workers, work)
+    assert not passed
+
+
 # ── processes ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -219,6 +309,21 @@ def test_members_that_wait_for_a_lost_one_hear_of_it_at_once(workers: str, said:
         assert {rest for _, rest in words} == ({"w1"} if workers == "4" else {"4 [8.0]"})
         if workers == "4":
             assert [program.end() for program in others] == [0, 0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_target_that_waits_for_a_lost_source_hears_of_it_at_once(number: signal.Signals) -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2:8", "--gather", "60"))
+        arguments = [(str(PROGRAM), daemon.url, str(rank), "transfer") for rank in range(4)]
+        found = [stack.enter_context(Program(*each, loaded="torch")) for each in arguments]
+        found[1].expect("halfway", STARTED_WITHIN)
+        lost = time.monotonic()
+        found[1].send_signal(number)
+        moment, name = found[0].expect("lost ").split()
+        assert float(moment) - lost < GOES_ON_WITHIN
+        assert name == "w1"
 
 
 # ── finding each other ────────────────────────────────────────────────────────────────────────────────

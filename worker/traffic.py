@@ -139,12 +139,13 @@ class Traffic:
         destination: Destination | None,
         value: Any = None,
         background: bool = False,
+        by_id: bool = False,
     ) -> Handle:
-        """Send or receive: ``ends`` is (source rank, target rank, tag)."""
+        """Send or receive: ``ends`` is (source rank, target rank, tag), or has ids of members."""
         member = self.member
         with self.mutex:
             self.check_open()
-            key = member.exchanges.next_transfer(ends)
+            key = member.exchanges.next_transfer(ends, by_id)
             handle = self.handle_of(key, operation, value)
             member.exchanges.begin(key, operation, source, destination, 1.0, handle)
             effects = member.effects.take()

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.exchange import Operation
 from gradserver.worker.handle import Handle
@@ -37,6 +38,34 @@ class Call:
     weight: float = 1.0
     parts: list[Any] | None = None
     stream: Stream = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """One transfer, at one of its ends.
+
+    Attributes:
+        operation: what is passed.
+        ends: ids of the source and the target, and the tag.
+        data: the elements as bytes.
+        gives: true at the source.
+        through: begins the transfer over the coordinator.
+        value: what the caller gets.
+    """
+
+    operation: Operation
+    ends: tuple[int, int, int]
+    data: Bytes
+    gives: bool
+    through: Callable[[], Handle]
+    value: Any
+
+
+class AmongTwo(Protocol):
+    """A way of transfers from member to member: `gradserver.worker.planes.transfers`."""
+
+    def begin(self, call: Passing) -> Handle | None:
+        """Begin ``call``; None if it is one for the coordinator. Both ends decide alike."""
 
 
 class Among(Protocol):

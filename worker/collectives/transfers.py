@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, SendToSelfError
-from gradserver.protocol.exchange import STATE_TAG, Kind, Op, operation_of
+from gradserver.protocol.exchange import ANSWER_TAG, Kind, Op, operation_of
 from gradserver.worker.collectives.arguments import Maybe, peer_of
+from gradserver.worker.collectives.call import AmongTwo, Passing
 from gradserver.worker.handle import Handle, Timeout, finished, seconds
 from gradserver.worker.session import Session
 from gradserver.worker.tensors import Binding, bind
@@ -117,17 +119,31 @@ class Transfers:
         self, ends: tuple[int, int, int], bound: Binding, gives: bool, tensor: V, async_op: bool, timeout: Timeout
     ) -> V | Handle[V]:
         operation, patience = operation_of(Kind.TRANSFER, Op.NONE, bound.dtype, bound.numel), seconds(timeout)
+        source, target, tag = ends
+        ids = self._session.member_of(source), self._session.member_of(target), tag
+
+        def through() -> Handle[V]:
+            given, taken = (bound.data, None) if gives else (None, bound.data)
+            return self._session.transfer(operation, ids, given, taken, tensor, async_op, by_id=True)
+
+        handle: Handle[V] | None = None
         if bound.numel == 0:
             self._session.check_open()
-            handle: Handle[V] = finished(tensor)
-        elif gives:
-            handle = self._session.transfer(operation, ends, bound.data, None, tensor, async_op)
-        else:
-            handle = self._session.transfer(operation, ends, None, bound.data, tensor, async_op)
+            handle = finished(tensor)
+        elif self._session.membership.commits:
+            handle = self._among_two().begin(Passing(operation, ids, bound.data, gives, through, tensor))
+        if handle is None:
+            handle = through()
+        if bound.numel and not gives:
             handle.then(bound.store)
         if patience is not None:
             handle.within(patience)
         return handle if async_op else handle.wait()
+
+    def _among_two(self) -> AmongTwo:
+        """Return the transfers from member to member. Their module needs torch, and stands above this one."""
+        among: AmongTwo = import_module("gradserver.worker.planes.transfers").DirectTransfers.of(self._session)
+        return among
 
     def _check_rank(self, rank: int | None, what: str) -> int:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -138,6 +154,6 @@ class Transfers:
         peer = self._check_rank(rank, what)
         if peer == self.rank:
             raise SendToSelfError(f"{what} is this worker's own rank, {rank}: there is nothing to send")
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < STATE_TAG:
-            raise InvalidArgumentError(f"a tag is a number from 0 to {STATE_TAG - 1}, not {tag!r}")
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < ANSWER_TAG:
+            raise InvalidArgumentError(f"a tag is a number from 0 to {ANSWER_TAG - 1}, not {tag!r}")
         return peer

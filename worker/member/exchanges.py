@@ -142,11 +142,13 @@ class Exchanges:
             raise self._identity.not_yet("call collectives")
         return ExchangeKey(COLLECTIVE, self._next_number(COLLECTIVE), self._rounds.number)
 
-    def next_transfer(self, ends: tuple[int, int, int]) -> ExchangeKey:
-        """Number the next transfer between two ranks: ``ends`` is (source rank, target rank, tag)."""
+    def next_transfer(self, ends: tuple[int, int, int], by_id: bool = False) -> ExchangeKey:
+        """Number the next transfer: ``ends`` is (source rank, target rank, tag), or has ids of members."""
         if self._identity.stage is not Stage.MEMBER:
             raise self._identity.not_yet("send and receive")
-        giver, taker, tag = self._identity.member_of(ends[0]), self._identity.member_of(ends[1]), ends[2]
+        giver, taker, tag = ends
+        if not by_id:
+            giver, taker = self._identity.member_of(giver), self._identity.member_of(taker)
         number = self._next_number(TRANSFER, giver, taker, tag)
         return ExchangeKey(TRANSFER, number, tag, giver, taker)
 

@@ -94,7 +94,7 @@ _RECORD: Final = struct.Struct("<QBd")
 _PLACES: Final = {"cpu": 1, "cuda": 2}
 
 
-class _Watch(Handle[None]):
+class Departed(Handle[None]):
     """A handle that ends the wait for an exchange when it is done."""
 
     __slots__ = ("_signal",)
@@ -108,7 +108,7 @@ class _Watch(Handle[None]):
         self._signal.interrupt(error or MembershipChangedError("a member has departed"))
 
 
-class _Outcome(Handle[Any]):
+class Outcome(Handle[Any]):
     """A handle that a lane completes. Its caller reads no messages meanwhile: the channel's thread does."""
 
     __slots__ = ()
@@ -158,7 +158,7 @@ class DirectCalls:
         with on_stream(stream):
             body = Body(call, here.rank, len(here.member_ids))
         can = self._can(body)
-        handle = _Outcome(self._session.timeout)
+        handle = Outcome(self._session.timeout)
         handle.on_error(self._session.heed)
         if stream is not None:
             handle.then(partial(_follow, handle, stream, call.stream is None))
@@ -188,7 +188,7 @@ class DirectCalls:
 
     # ── what the lane does ────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, call: Call, body: Body, stream: Any, can: bool, handle: _Outcome) -> None:
+    def _carry_out(self, call: Call, body: Body, stream: Any, can: bool, handle: Outcome) -> None:
         error: GradServerError | None = None
         try:
             with on_stream(stream):
@@ -203,14 +203,14 @@ class DirectCalls:
             error = BackendUnavailableError(f"{call.operation}: {type(raised).__name__}: {raised}")
         handle._complete(error)
 
-    def _try(self, call: Call, body: Body, can: bool, handle: _Outcome) -> bool:
+    def _try(self, call: Call, body: Body, can: bool, handle: Outcome) -> bool:
         """Do ``call`` directly. Return false if it is to go over the coordinator, at all members alike."""
         if self._rests_now():
             return False
         operation = call.operation
         place = _PLACES.get(body.device.type, 0) if can and not body.has_nan else 0
         try:
-            said = self._gather(operation, _RECORD.pack(_digest(operation), place, call.weight))
+            said = self._gather(operation, _RECORD.pack(digest_of(operation), place, call.weight))
             records = [Record(*_RECORD.unpack(one)) for one in said]
             weights = [record.weight for record in records]
             if not _agree(records) or not _counts(operation, weights):
@@ -255,13 +255,13 @@ class DirectCalls:
             handle.on_error(lambda _: None)
             handle.wait()
         except GradServerError as error:
-            raise type(error)(error.message.replace(str(told), str(operation)), **error.fields) from None
+            raise renamed(error, told, operation) from None
         return [row.tobytes() for row in rows]
 
     def _exchange(self, call: Call, body: Body, weights: Sequence[float]) -> bool:
         """Exchange the tensors with the others. Return false if this member has no result."""
         signal = Signal()
-        watch = _Watch(signal, self._session.timeout)
+        watch = Departed(signal, self._session.timeout)
         self._session.boundaries.watch(watch)
         operation = call.operation
         limit = _STALL_SECONDS + operation.numel * operation.dtype.itemsize * len(weights) / _SLOWEST_RATE
@@ -309,7 +309,13 @@ def _least_bytes(here: Welcome) -> int:
     return LEAST_BYTES_OF_A_HOST if one_host and backend_of(here.offers) == GLOO else LEAST_BYTES
 
 
-def _digest(operation: Operation) -> int:
+def renamed(error: GradServerError, told: Operation, operation: Operation) -> GradServerError:
+    """Return ``error`` about ``told`` as one about ``operation``, for which that was said."""
+    return type(error)(error.message.replace(str(told), str(operation)), **error.fields)
+
+
+def digest_of(operation: Operation) -> int:
+    """Return a number that stands for ``operation``."""
     return int.from_bytes(blake2b(str(operation).encode(), digest_size=8).digest(), "little")
 
 

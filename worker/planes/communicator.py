@@ -341,6 +341,15 @@ class Communicator:
         work = self._call("scatter", tensor, [tensor], [] if parts is None else [parts], options)
         return Reduction(work, tensor, signal, self._queue(tensor.device))
 
+    def send(self, tensor: Tensor, rank: int, number: int) -> object:
+        """Begin to send ``tensor`` to ``rank`` under a ``number`` of 31 bits. Keep what is returned meanwhile."""
+        work: object = self._group_of(tensor).send([tensor], rank, number)
+        return work
+
+    def receive(self, tensor: Tensor, rank: int, number: int) -> Any:
+        """Begin to receive ``tensor`` from ``rank``. A wait for the work that is returned says when it is there."""
+        return self._group_of(tensor).recv([tensor], rank, number)
+
     def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
         work = self._call(what, tensor, [sent], options)
         return Reduction(work, tensor, signal, self._queue(tensor.device))

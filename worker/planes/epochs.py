@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gradserver.protocol.messages import Welcome
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL, IN_PROCESS
 from gradserver.worker.client import Worker
@@ -115,9 +116,14 @@ class Directs:
 def introduce(session: Session, name: str, devices: Iterable[torch.device]) -> Communicator:
     """Return a communicator of the present members of ``session``, which have yet to find each other."""
     here = session.membership
-    stores = [offer.store for offer in here.offers]
-    store, host = next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
+    store, host = store_of(here)
     return Communicator(store, f"{here.group}/{name}", here.rank, len(here.member_ids), devices, host)
+
+
+def store_of(here: Welcome) -> tuple[str, str]:
+    """Return the address at which members meet, and that of this host; empty for what its name stands for."""
+    stores = [offer.store for offer in here.offers]
+    return next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
 
 
 def form(joint: Communicator | Levels, session: Session, signal: Signal) -> None:

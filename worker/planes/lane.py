@@ -37,6 +37,12 @@ class Lane:
                 self._is_running = True
                 in_background(self._run, self._name)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is left to do."""
+        with self._changed:
+            return not self._due and not self._is_busy
+
     def settle(self) -> None:
         """Wait until nothing is left to do. In the lane's own thread it returns at once."""
         with self._changed:
