@@ -1,7 +1,8 @@
 """Four workers that call collectives on the direct plane. Two of them stop in the middle of one.
 
-Run as ``direct_calls_program.py URL RANK``, or with ``transfer`` behind that. Worker 1 stops when all have prepared an all_reduce, and worker 2 when it
-has the result of an all_gather and has not said so. The others print what they get, and when.
+Run as ``direct_calls_program.py URL RANK``. Worker 1 stops when all have prepared an all_reduce, and worker 2 when it
+has the result of an all_gather and has not said so. The others print what they get, and when. With ``transfer`` behind
+that, worker 1 stops when worker 0 waits for its bytes.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class Worker(SubgroupCalls):
         return self._session.member.rounds.left_out
 
     def synchronize(self) -> None:
-        """Wait for all collectives that were called with ``async_op``, and whose handles still exist.
+        """Wait for all collectives that were called with ``async_op``, as long as their handles exist.
 
         Their results are then in the tensors, for every stream of a CUDA device.
 

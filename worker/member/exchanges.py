@@ -146,9 +146,7 @@ class Exchanges:
         """Number the next transfer: ``ends`` is (source rank, target rank, tag), or has ids of members."""
         if self._identity.stage is not Stage.MEMBER:
             raise self._identity.not_yet("send and receive")
-        giver, taker, tag = ends
-        if not by_id:
-            giver, taker = self._identity.member_of(giver), self._identity.member_of(taker)
+        giver, taker, tag = ends if by_id else (*map(self._identity.member_of, ends[:2]), ends[2])
         number = self._next_number(TRANSFER, giver, taker, tag)
         return ExchangeKey(TRANSFER, number, tag, giver, taker)
 

@@ -54,7 +54,7 @@ _OFFER: Final = struct.Struct("<QQII")
 
 
 class Offered(NamedTuple):
-    """What the source says of a transfer.
+    """The source's word about a transfer.
 
     Attributes:
         digest: of the operation.
