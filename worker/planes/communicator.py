@@ -343,12 +343,12 @@ class Communicator:
 
     def send(self, tensor: Tensor, rank: int, number: int) -> object:
         """Begin to send ``tensor`` to ``rank`` under a ``number`` of 31 bits. Keep what is returned meanwhile."""
-        work: object = self._group_of(tensor).send([tensor], rank, number)
+        work: object = self._call("send", tensor, [tensor], rank, number)
         return work
 
     def receive(self, tensor: Tensor, rank: int, number: int) -> Any:
         """Begin to receive ``tensor`` from ``rank``. A wait for the work that is returned says when it is there."""
-        return self._group_of(tensor).recv([tensor], rank, number)
+        return self._call("recv", tensor, [tensor], rank, number)
 
     def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
         work = self._call(what, tensor, [sent], options)
