@@ -14,12 +14,15 @@ from gradserver.tools.bench.places import Here, Place
 from gradserver.tools.bench.processes import Processes, ask
 from gradserver.tools.bench.spec import Case, Contender, Link, Seat
 from gradserver.tools.bench.stats import Stats
-from gradserver.tools.common.processes import Child, listening_url
+from gradserver.tools.common.forks import Copies
+from gradserver.tools.common.processes import Child, listening_url, single_threaded
 
 TIMEOUT = 120.0  # seconds that a worker waits for the others
 SILENCE = TIMEOUT + 30.0  # time to wait for workers: their own deadline is earlier, as its error says more
 MOST_IN_A_ROW = 1000
 _PORT = 7411
+_IMPORTS = "gradserver.tools.bench.contenders", "gradserver.tools.bench.member"
+"""Imports of the workers, which take seconds of a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,15 @@ class Fleet:
         self._place: Place = place or Here()
         self._folder = folder
         folder.mkdir()
-        self._processes = Processes(folder, {"GLOO_SOCKET_IFNAME": self._place.interface})
+        more = {"GLOO_SOCKET_IFNAME": self._place.interface}
+        self._processes = Processes(folder, more)
+        self._copies = Copies(_IMPORTS, {**single_threaded(), **more}, folder / "forks.log")
         self._members: list[Child] = []
         self._threads: Child | None = None
         try:
             self._start()
         except BaseException:
-            self._processes.close()
+            self._close()
             raise
 
     def measure(
@@ -106,7 +111,13 @@ class Fleet:
             if error is None:
                 self._end()
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
             self._processes.close()
+        finally:
+            self._copies.close()
 
     # ── start and end ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -126,10 +137,7 @@ class Fleet:
             )
             hub = self._processes.lines([child], SILENCE)[0]
         for rank in range(self.workers):
-            prefix = place.worker_prefix(rank)
-            self._members.append(
-                self._processes.start(f"worker {rank}", "-m", "gradserver.tools.bench.worker_main", prefix=prefix)
-            )
+            self._members.append(self._start_member(f"worker {rank}", place.worker_prefix(rank)))
             seat = Seat(
                 rank,
                 self.workers,
@@ -143,11 +151,16 @@ class Fleet:
             )
             ask(self._members[-1], {"do": "seat", "seat": asdict(seat)})
         if needs.threads:
-            self._threads = self._processes.start("threads", "-m", "gradserver.tools.bench.worker_main")
+            self._threads = self._start_member("threads")
             ask(self._threads, {"do": "seat", "seat": asdict(Seat(0, self.workers, timeout=TIMEOUT))})
         ports = [answer["port"] for answer in self._processes.answers(self._everybody(), SILENCE)]
         addresses = [(place.worker_address(rank), ports[rank]) for rank in range(self.workers)]
         self._ask(self._everybody(), {"do": "join", "addresses": addresses})
+
+    def _start_member(self, name: str, prefix: Sequence[str] = ()) -> Child:
+        """Start a process with torch: a copy of one that has imported it, if it has no ``prefix``."""
+        starter = None if prefix else self._copies.starter(SILENCE)
+        return self._processes.start(name, "-m", "gradserver.tools.bench.worker_main", prefix=prefix, starter=starter)
 
     def _start_coordinator(self) -> str:
         place = self._place

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
-from gradserver.tools.common.processes import RunError, before_exec, die_with_parent, uninterrupted
+from gradserver.tools.common.processes import RunError, Starter, before_exec, die_with_parent, uninterrupted
 
 _READY: Final = b"ready"
 _ENDS_SECONDS: Final = 5.0
@@ -162,6 +162,38 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         self._line.close()
+
+
+class Copies:
+    """Processes that begin with ``modules`` imported: copies of one that has imported them, where that is possible.
+
+    The first use starts the fork server.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        # OpenBLAS starts threads when numpy is imported, and a process with threads cannot be forked.
+        self._modules, self._environment = modules, {**environment, "OPENBLAS_NUM_THREADS": "1"}
+        self._log = log
+        self._forks: ForkServer | None = None
+        self._can_fork = True
+
+    def starter(self, seconds: float) -> Starter | None:
+        """Return what starts such a process, once all is imported.
+
+        If that takes more than ``seconds``, fails, or starts threads, it is None: each process imports by itself.
+        """
+        if self._forks is None:
+            self._forks = ForkServer(self._modules, self._environment, self._log)
+            try:
+                self._forks.await_ready(seconds)
+            except RunError:
+                self._can_fork = False
+        return self._forks.start if self._can_fork else None
+
+    def close(self) -> None:
+        """End the fork server, and all processes that it has made."""
+        if self._forks is not None:
+            self._forks.close()
 
 
 # ── the fork server itself ────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Final
 
-from gradserver.tools.common.forks import ForkServer
+from gradserver.tools.common.forks import Copies
 from gradserver.tools.common.processes import Child, Family, RunError, inherited_environment
 
 _IMPORTS: Final = (
@@ -26,37 +26,24 @@ class Processes(Family):
     def __init__(self, folder: Path) -> None:
         # OpenMP threads that wait for each other spin, by default 300,000 times. On a busy machine they so keep the
         # thread that they wait for from its core, which is ten times slower.
-        environment = {"GOMP_SPINCOUNT": "1000", **inherited_environment()}
-        environment["OPENBLAS_NUM_THREADS"] = "1"  # it would start threads with numpy, and prevent forks
-        super().__init__(folder, environment)
-        self._forks: ForkServer | None = None
-        """Origin of the processes that train, once there is one."""
-        self._can_fork = True
+        super().__init__(folder, {"GOMP_SPINCOUNT": "1000", **inherited_environment()})
+        self._copies = Copies(_IMPORTS, self._environment, folder / "forks.log")
         self._unread: deque[tuple[Child, str | None]] = deque()
         self._killed: set[Child] = set()
 
     def start_trainer(self, name: str, *arguments: str, patience: float) -> Child:
         """Start ``python arguments…``, of a module that imports torch. All are copies of one that has imported it.
 
-        The first call waits until it has, ``patience`` seconds at most. If it cannot be copied, as an import has failed
-        or has started threads, each process imports torch itself.
+        The first call waits until it has, ``patience`` seconds at most.
         """
-        if self._forks is None and self._can_fork:
-            self._forks = ForkServer(_IMPORTS, self._environment, self.folder / "forks.log")
-            try:
-                self._forks.await_ready(patience)
-            except RunError:
-                self._can_fork = False
-        starter = self._forks.start if self._forks is not None and self._can_fork else None
-        return self.start(name, *arguments, starter=starter)
+        return self.start(name, *arguments, starter=self._copies.starter(patience))
 
     def close(self) -> None:
         """End all processes. None can be started afterwards."""
         try:
             super().close()
         finally:
-            if self._forks is not None:
-                self._forks.close()
+            self._copies.close()
 
     def kill(self, child: Child) -> None:
         """Kill a process on purpose, by SIGKILL."""
