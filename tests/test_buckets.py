@@ -14,6 +14,7 @@ from gradserver.tools.demo.model import GPT
 from gradserver.tools.demo.settings import Settings
 from gradserver.worker.torch_ddp.buckets import GradientBucket, buffer_buckets, memory_order
 from gradserver.worker.torch_ddp.grouping import Group, find_blocks, group_parameters
+from gradserver.worker.torch_ddp.kept import KeptGradients
 from tests.models import Block, Convolutional, Transformer
 
 torch.set_num_threads(1)
@@ -213,6 +214,69 @@ def test_gradient_of_its_own_is_copied_in_and_out() -> None:
     given: Any = parameter.grad
     assert given.tolist() == [3.0, 3.0]
     assert given.data_ptr() != bucket.flat.data_ptr()
+
+
+def test_scaled_gradient_stays_where_it_is_until_the_bucket_moves() -> None:
+    start = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    parameter, absent = nn.Parameter(start.to(memory_format=torch.channels_last)), nn.Parameter(torch.zeros(2))
+    bucket = bucket_of(parameter, absent)
+    own = parameter.grad = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([own.permute(0, 2, 3, 1).reshape(-1), torch.zeros(2)])
+    assert bucket.scale(0.5)
+    before = bucket.flat
+    assert torch.equal(before, expected / 2)
+    assert parameter.grad is own
+    assert torch.equal(kept_of(bucket).flat(), expected)
+
+    before.fill_(9.0)  # parts of a sum
+    kept_of(bucket).scale_again()
+    assert torch.equal(before, expected / 2)
+    parameter.grad = None  # as an optimizer would after a backward that failed
+    assert kept_of(bucket).move() is bucket.flat
+    before.fill_(9.0)  # something still writes there
+    assert torch.equal(bucket.flat, expected)
+    found: Any = parameter.grad
+    assert torch.equal(found, own)
+    assert found.data_ptr() == bucket.flat.data_ptr()
+
+
+def test_gradient_is_scaled_once_unless_it_changes() -> None:
+    (slot,) = (bucket := bucket_of(parameter := nn.Parameter(torch.zeros(2)))).slots
+    own = parameter.grad = torch.ones(2)
+    assert slot.scale(0.5)
+    bucket.flat.fill_(9.0)
+    assert slot.scale(0.5)
+    assert bucket.flat.tolist() == [9.0, 9.0]
+    own.mul_(4.0)  # a hook of the user's
+    assert slot.scale(0.5)
+    assert bucket.flat.tolist() == [2.0, 2.0]
+    assert slot.scale(0.25)
+    assert bucket.flat.tolist() == [1.0, 1.0]
+
+
+def test_bucket_makes_room_for_gradients_that_lie_in_it() -> None:
+    bucket = bucket_of(parameter := nn.Parameter(torch.zeros(2)))
+    made: list[torch.Tensor] = []
+
+    def new_memory() -> torch.Tensor:
+        made.append(torch.zeros(2))
+        return made[-1]
+
+    bucket.vacate(new_memory)
+    assert not made
+    for value in (1.0, 2.0, 3.0):
+        bucket.slots[0].give(as_view=True)
+        grad: Any = parameter.grad
+        grad.fill_(value)  # accumulated where the last result was
+        bucket.vacate(new_memory)
+        bucket.scale(2.0)
+        assert grad.tolist() == [value] * 2
+        assert bucket.flat.tolist() == [2 * value] * 2
+    assert len(made) == 1
+
+
+def kept_of(bucket: GradientBucket) -> KeptGradients:
+    return KeptGradients(bucket, as_view=True, new_memory=lambda: torch.zeros(bucket.spec.numel))
 
 
 def test_missing_gradient_is_zeros() -> None:

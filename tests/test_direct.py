@@ -60,19 +60,31 @@ def test_a_stopped_worker_is_left_out_and_the_others_go_on(tmp_path: Path) -> No
 # ── several workers of this process ───────────────────────────────────────────────────────────────────
 
 
-def train(worker: Worker, steps: int = 6, then: Callable[[int], object] = lambda _: None) -> bytes:
+def train(
+    worker: Worker,
+    /,
+    steps: int = 6,
+    then: Callable[[int], object] = lambda _: None,
+    *,
+    to_none: bool = True,
+    backwards: int = 1,
+    **options: Any,
+) -> bytes:
     """Train a small module, and return its weights."""
     module = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     first = torch.Generator().manual_seed(7)  # not torch's own, which threads share
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=first) / 4)
-    model = DistributedDataParallel(module, worker)
+    model = DistributedDataParallel(module, worker, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chance = torch.Generator().manual_seed(1000 + worker.rank)
     for step in range(steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
         model.set_weight(1.0 + worker.rank)
+        for _ in range(backwards - 1):
+            with model.no_sync():
+                model(torch.randn(6, 8, generator=chance)).square().mean().backward()
         model(torch.randn(6, 8, generator=chance)).square().mean().backward()
         optimizer.step()
         then(step)
@@ -119,6 +131,54 @@ def test_a_reduction_that_fails_at_one_member_sends_its_round_and_some_more_over
     assert direct[0][1] == 1, "one round was void, and the epoch went on"
     assert torch.allclose(floats(direct[0][0]), floats(reduced[0]), rtol=0, atol=1e-5)
     assert "could not reduce round 2 with the others, and it goes over the coordinator: the link broke" in caplog.text
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": False}, {"backwards": 3}, {"backwards": 3, "accumulation": "mean"}],
+    ids=str,
+)
+def test_contributions_are_kept_wherever_gradients_are_accumulated(
+    options: dict[str, Any], to_none: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, round_of = Communicator.all_reduce, {1: 0}
+
+    def failing(self: Communicator, tensor: torch.Tensor, *arguments: Any) -> Any:
+        if self._rank == 1 and round_of[1] == 2 and tensor.is_floating_point():
+            tensor.fill_(float("nan"))  # what a reduction leaves that was given up
+            raise RuntimeError("the link broke")
+        return begin(self, tensor, *arguments)
+
+    def work(worker: Worker) -> tuple[bytes, int]:
+        def then(step: int) -> None:
+            round_of[worker.rank] = step + 1
+
+        return train(worker, 12, then, to_none=to_none, **options), Directs.of(worker).voids
+
+    monkeypatch.setattr(Communicator, "all_reduce", failing)
+    with members("direct", 3) as workers:
+        direct = together(workers, work)
+    with members("memory", 3) as workers:
+        (expected, *_) = together(workers, lambda worker: train(worker, 12, to_none=to_none, **options))
+    assert {voids for _, voids in direct} == {1}
+    assert len({weights for weights, _ in direct}) == 1
+    assert torch.allclose(floats(direct[0][0]), floats(expected), rtol=0, atol=1e-5)
+
+
+def test_gradients_of_a_round_that_is_not_applied_are_the_worker_s_own() -> None:
+    def work(worker: Worker) -> None:
+        module = nn.Linear(3, 1, bias=False)
+        model = DistributedDataParallel(module, worker)
+        inputs = torch.full((1, 3), float("nan") if worker.rank else 2.0)
+        with pytest.raises(gradserver.NonFiniteError):
+            model(inputs).sum().backward()
+        assert worker.rank or module.weight.grad is not None
+        if not worker.rank:
+            assert torch.equal(torch.full((1, 3), 2.0), module.weight.grad)  # type: ignore[arg-type]
+
+    with members("direct", 2) as workers:
+        together(workers, work)
 
 
 def test_members_that_do_not_find_each_other_go_over_the_coordinator(

@@ -1,4 +1,4 @@
-"""The commit of a direct round: its plan, and the marks that name parameters with gradients that are not finite."""
+"""The commit of a direct round: its plan, and whether results are finite; else, the marks that name parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import Kind, Op
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.worker.devices.cuda import fetch, fetch_whole
 
 
 def commit_plan(plan: Plan) -> Plan:
@@ -47,3 +48,20 @@ def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
                 value = float(wrong[0].real)
                 marks[number] = float("nan") if math.isfinite(value) else value  # of a complex number, either part
     return bool(torch.count_nonzero(marks))
+
+
+def are_finite(means: Iterable[Tensor]) -> bool:
+    """Return whether all of ``means`` are finite. Each one is looked at before the next one is asked for."""
+    suspects: list[Tensor] = []
+    on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for mean in means:
+        # A sum is finite if all its terms are, unless it overflows, as it soon does with fp16.
+        flag = torch.isfinite(mean.sum(dtype=torch.float32 if mean.dtype == torch.float16 else None))
+        if mean.device.type != "cpu":
+            on_device.setdefault(mean.device, []).append((flag, mean))
+        elif not flag:
+            suspects.append(mean)
+    for found in on_device.values():
+        flags = fetch(torch.stack([flag for flag, _ in found])).tolist()  # one wait, for an event, for all of them
+        suspects += [mean for known, (_, mean) in zip(flags, found, strict=True) if not known]
+    return all(fetch_whole(torch.isfinite(mean).all()) for mean in suspects)

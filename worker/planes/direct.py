@@ -20,16 +20,21 @@ A round, at one member:
 Results lie in memory of their own until the commit is there, and contributions stay as they are. That is one copy of
 the gradients. So a void round is done again with the same contributions, and nothing of a half is applied.
 
+A pass over the gradients takes as long as some of the exchange. On the direct plane a module's gradients are therefore
+multiplied when they are brought into the bucket, and summed there. What autograd has made is kept until then (`Kept`),
+and ``.grad`` is a view of the result when the round is over. Anything else is copied before and after.
+
 Sums are made by gloo and NCCL, in an order of theirs: all members get the same bits, and another number of members,
-or another library, gives others. The mean is the sum divided by the sum of weights, which the commit's result has.
+or another library, gives others. The mean is the sum divided by the sum of weights, which the commit's result has. Most
+often all weights are 1. So contributions are divided by the world size beforehand, rounded up to a power of two, which
+rounds nothing. With 2, 4 or 8 members no division is left to do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,41 +42,20 @@ from torch import Tensor
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, NonFiniteError, RoundVoidError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
+from gradserver.protocol.planes import DIRECT
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
-from gradserver.worker.devices.cuda import fetch, fetch_whole
+from gradserver.worker.devices.cuda import fetch_whole
 from gradserver.worker.handle import Handle
-from gradserver.worker.member.waiter import NotFinite
-from gradserver.worker.planes.commit import mark
+from gradserver.worker.planes.commit import are_finite, mark
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.flat import divisor
-from gradserver.worker.planes.plane import Outcome, Pending, Plane, Way
+from gradserver.worker.planes.given import NO_DATA, DirectOutcome, Given
+from gradserver.worker.planes.plane import Kept, Outcome, Pending, Plane, Way
 from gradserver.worker.planes.watch import Watch
 
 log = logging.getLogger("gradserver")
-
-_NO_DATA: Final = 1e-200
-"""Weights below stand for a worker without a sample, which contributes nothing."""
-
-
-class _Given(NamedTuple):
-    """A contribution: ``flat`` has it until the round is over, or ``kept`` does."""
-
-    flat: Tensor
-    weight: float
-    present: bool
-    kept: Tensor | None
-
-
-@dataclass
-class _Outcome:
-    """Outcome of a bucket in a direct round."""
-
-    weight: float = 0.0
-    present: bool = True
-    left_alone: tuple[tuple[int, int], ...] = ()
-    not_finite: NotFinite | None = None
 
 
 class DirectPlane:
@@ -102,7 +86,7 @@ class DirectPlane:
         self._ordered = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
         """Buckets that become ready in any order, and are reduced in this one."""
         self._scratch: dict[int, Tensor] = {}
-        """Memory for results, by bucket."""
+        """Memory for results, by bucket, of buckets in which they must not be made."""
         self._way: Way | None = None
         """The way of the last round that was direct."""
         self._markers = torch.zeros(agreement.plan.buckets[0].numel)
@@ -110,11 +94,11 @@ class DirectPlane:
 
     def _begin(self) -> None:
         self._signal: Signal | None = None
-        self._given: dict[int, _Given] = {}
+        self._given: dict[int, Given] = {}
         self._next = 0
         """Place in that order of the bucket that is reduced next."""
         self._under_way: dict[int, Pending] = {}
-        self._outcomes: dict[int, _Outcome] = {}
+        self._outcomes: dict[int, DirectOutcome] = {}
         self._writers: dict[int, dict[int, Any]] = {}
         """Events behind the gradients of each bucket, by the stream that computed them."""
         self._fallen = False
@@ -141,16 +125,25 @@ class DirectPlane:
         """True if anything of the present round was pushed."""
         return bool(self._given) or self._through.pushed
 
-    def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
+    def factor(self, weight: float) -> float | None:
+        """Return what a gradient is to be multiplied by if this round is direct and there are other members."""
+        membership, world = self._worker._session.membership, self._worker.world_size
+        is_direct = not self._fallen and (self._signal is not None or self._directs.reduces())
+        if not is_direct or membership.plane != DIRECT or world == 1:
+            return None
+        return weight / divisor(world)
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool = True, kept: Kept | None = None) -> None:
         """Contribute ``flat`` to bucket ``index``."""
         if self._signal is None and not self._fallen:
             self._open(weight)
-        if self._fallen:
-            self._through.push(index, flat, weight, present)
-            return
         is_mean = self._is_mean(index)
-        kept = None if is_mean else flat.clone()
-        self._given[index] = _Given(flat, weight, present, kept)
+        copy = None if is_mean or self._fallen else flat.clone()
+        given = Given(flat, weight, present, copy, kept)
+        if self._fallen:
+            self._push_through(index, given)
+            return
+        self._given[index] = given
         try:
             if is_mean:
                 self._reduce_in_order()
@@ -224,15 +217,14 @@ class DirectPlane:
         if op is Op.MEAN and self._is_its_own_mean(given):
             self._writers.pop(index, None)
             self._scratch.pop(index, None)
-            self._outcomes[index] = _Outcome()
+            self._outcomes[index] = DirectOutcome()
             return
         way = self._checked_way()
-        scratch = self._scratch.get(index)
+        scratch = self._result(index, given)
         if scratch is None:
             scratch = self._scratch[index] = way.memory(index, given.flat)
-        for event in self._writers.pop(index, {}).values():
-            torch.cuda.current_stream(given.flat.device).wait_event(event)
-        self._outcomes[index] = _Outcome()
+        self._await_writers(index, given)
+        self._outcomes[index] = DirectOutcome()
         if op is Op.MEAN:
             self._weigh(given, scratch)
             self._under_way[index] = way.mean(index, scratch)
@@ -246,19 +238,28 @@ class DirectPlane:
             scratch.copy_(given.flat)
             self._under_way[index] = way.combine(scratch, op)
 
-    def _is_its_own_mean(self, given: _Given) -> bool:
+    def _is_its_own_mean(self, given: Given) -> bool:
         """Return true for the contribution of a worker that is alone: it stays where it is, with all its bits."""
         is_kept = self._worker._session.membership.nonfinite in ("halt", "propagate")
-        return self._worker.world_size == 1 and is_kept and given.present and given.weight >= _NO_DATA
+        return self._worker.world_size == 1 and is_kept and given.present and given.weight >= NO_DATA
 
-    def _weigh(self, given: _Given, scratch: Tensor) -> None:
-        """Put a contribution times its weight into ``scratch``. Narrow types are divided first: the sum fits then."""
-        if not given.present or given.weight < _NO_DATA:
+    def _result(self, index: int, given: Given) -> Tensor | None:
+        """Return the memory of a result; None if there is none."""
+        return self._scratch.get(index) if given.kept is None else given.flat
+
+    def _await_writers(self, index: int, given: Given) -> None:
+        """Let the calling thread's stream wait for what computes the gradients of a bucket."""
+        for event in self._writers.pop(index, {}).values():
+            torch.cuda.current_stream(given.flat.device).wait_event(event)
+
+    def _weigh(self, given: Given, scratch: Tensor) -> None:
+        """Put a contribution times its weight, and divided, into ``scratch``. A kept one is there already."""
+        if not given.present or given.weight < NO_DATA:
             scratch.zero_()
-            return
-        torch.mul(given.flat, given.weight / divisor(scratch, self._worker.world_size), out=scratch)
+        elif given.kept is None:
+            torch.mul(given.flat, given.weight / divisor(self._worker.world_size), out=scratch)
 
-    def _first(self, given: _Given, way: Way) -> int:
+    def _first(self, given: Given, way: Way) -> int:
         """Return the lowest rank that has something to give; the world size if none has."""
         gives = given.present and given.weight > 0
         rank = torch.full((1,), self._worker.rank if gives else self._worker.world_size, device=given.flat.device)
@@ -288,7 +289,7 @@ class DirectPlane:
 
     # ── the commit ────────────────────────────────────────────────────────────────────────────────────
 
-    def _vote(self) -> dict[int, _Outcome]:
+    def _vote(self) -> dict[int, DirectOutcome]:
         """Wait for all reductions, say so, and write the results when all members have said so."""
         self._markers.zero_()
         overflowed = not self._await_all() and self._find_nonfinite()
@@ -307,17 +308,17 @@ class DirectPlane:
             self._write(index, given, handle)
         return self._outcomes
 
-    def _write(self, index: int, given: _Given, handle: Handle[None]) -> None:
+    def _write(self, index: int, given: Given, handle: Handle[None]) -> None:
         """Put the result of a bucket into its memory: for a mean, the sum divided by the sum of weights."""
-        outcome, scratch = self._outcomes[index], self._scratch.get(index)
+        outcome, scratch = self._outcomes[index], self._result(index, given)
         outcome.weight, outcome.not_finite = handle.weight, handle.not_finite
         if scratch is None or not outcome.present:
             return
         if self._plan.buckets[index].op is not Op.MEAN:
             given.flat.copy_(scratch)
-        elif handle.weight < _NO_DATA:
+        elif handle.weight < NO_DATA:
             given.flat.zero_()
-        else:
+        elif given.kept is None or handle.weight != divisor(self._worker.world_size):
             assert self._way is not None
             self._way.divide(scratch, handle.weight, given.flat)
 
@@ -326,25 +327,17 @@ class DirectPlane:
 
         One bucket is looked at while later ones are on their way.
         """
+        return are_finite(self._arriving())
+
+    def _arriving(self) -> Iterator[Tensor]:
+        """Wait for all reductions, and yield each mean that has to be finite."""
         passes_on = self._worker._session.membership.nonfinite == "propagate"
-        suspects: list[Tensor] = []
-        on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for index, given in self._given.items():
             self._await(index)
-            if passes_on or not self._is_mean(index):
-                continue
-            mean = self._scratch.get(index, given.flat)
-            # A sum is finite if all its terms are, unless it overflows, as it soon does with fp16.
-            flag = torch.isfinite(mean.sum(dtype=torch.float32 if mean.dtype == torch.float16 else None))
-            if mean.device.type != "cpu":
-                on_device.setdefault(mean.device, []).append((flag, mean))
-            elif not flag:
-                suspects.append(mean)
+            if not passes_on and self._is_mean(index):
+                mean = self._result(index, given)
+                yield given.flat if mean is None else mean
         self._checked_way().close()
-        for found in on_device.values():
-            flags = fetch(torch.stack([flag for flag, _ in found])).tolist()  # one wait, for an event, for all of them
-            suspects += [mean for known, (_, mean) in zip(flags, found, strict=True) if not known]
-        return all(fetch_whole(torch.isfinite(mean).all()) for mean in suspects)
 
     def _find_nonfinite(self) -> bool:
         """Mark this worker's parameters that are not finite, as results are not. Return true if they still are not.
@@ -352,17 +345,19 @@ class DirectPlane:
         Where such gradients are left out, they are reduced once more without those: all members see the same results,
         and do the same.
         """
-        gave = [
-            (index, given.flat) for index in self._ordered if (given := self._given[index]).present and given.weight > 0
-        ]
-        own = mark(self._plan, gave, self._markers)
+        gave = [(index, given) for index in self._ordered if (given := self._given[index]).present and given.weight > 0]
+        contributions = ((index, given.flat if given.kept is None else given.kept.flat()) for index, given in gave)
+        own = mark(self._plan, contributions, self._markers)
         if self._worker._session.membership.nonfinite != "leave-out":
             return True
         weight = max((given.weight for given in self._given.values()), default=0.0)
         self._checked_way().open(0.0 if own else weight, self._checked())
         for index in self._ordered:
+            given = self._given[index]
             if own:
-                self._given[index] = self._given[index]._replace(present=False)
+                self._given[index] = given._replace(present=False)
+            elif given.kept is not None and given.present:
+                given.kept.scale_again()
             self._reduce(index)
         return not self._await_all()
 
@@ -391,6 +386,14 @@ class DirectPlane:
         boundaries.begin_again()
         self._fallen = True
         for index, given in self._given.items():
-            if given.kept is not None:
-                given.flat.copy_(given.kept)
-            self._through.push(index, given.flat, given.weight, given.present)
+            if given.copy is not None:
+                given.flat.copy_(given.copy)
+            self._push_through(index, given)
+
+    def _push_through(self, index: int, given: Given) -> None:
+        """Push a contribution as it is to the coordinator's plane."""
+        flat = given.flat
+        if given.kept is not None:
+            self._await_writers(index, given)
+            flat = given.kept.move()
+        self._through.push(index, flat, given.weight, given.present)

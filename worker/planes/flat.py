@@ -10,12 +10,13 @@ from torch import Tensor
 from gradserver.protocol.exchange import Op
 from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
 
-_WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
+def divisor(world: int) -> int:
+    """Return what contributions are divided by before they are summed up, so that narrow types hold the sum.
 
-def divisor(tensor: Tensor, world: int) -> int:
-    """Return what contributions are divided by before they are summed up: narrow types could not hold the sum."""
-    return 1 if tensor.dtype in _WIDE else world
+    It is a power of two, and so rounds nothing; not less than the number of members.
+    """
+    return 1 << (world - 1).bit_length()
 
 
 class Arrived:
@@ -65,7 +66,7 @@ class Flat:
 
     def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
         """Divide a sum by the sum of weights."""
-        torch.div(result, weight / divisor(result, self._world), out=out)
+        torch.div(result, weight / divisor(self._world), out=out)
 
 
 class Alone:
@@ -95,4 +96,4 @@ class Alone:
 
     def divide(self, result: Tensor, weight: float, out: Tensor) -> None:
         """Divide a contribution by its weight."""
-        torch.div(result, weight / divisor(result, 1), out=out)
+        torch.div(result, weight / divisor(1), out=out)

@@ -155,7 +155,7 @@ class Hierarchical:
         weight = float(self._weight)
         present = weight >= _NO_DATA
         with on_stream(self._upwards.of(weighed)):
-            if present and (total := weight / divisor(weighed, self._world)) != 1.0:
+            if present and (total := weight / divisor(self._world)) != 1.0:
                 weighed.div_(total)
             if self._staging is None:
                 _settle(weighed)

@@ -32,6 +32,19 @@ class Outcome(Protocol):
     not_finite: NotFinite | None
 
 
+class Kept(Protocol):
+    """A contribution that its owner keeps, while its bucket has it multiplied by what `Plane.factor` has said."""
+
+    def flat(self) -> Tensor:
+        """Return a copy of the contribution as it is."""
+
+    def scale_again(self) -> None:
+        """Bring the contribution, multiplied, into the bucket once more."""
+
+    def move(self) -> Tensor:
+        """Give the bucket's memory up, and bring the contribution as it is into other memory. Return that."""
+
+
 class Plane(Protocol):
     """The way of one module's buckets to the other members, and of the results back."""
 
@@ -48,8 +61,18 @@ class Plane(Protocol):
     def pushed(self) -> bool:
         """True if anything of the present round was pushed."""
 
-    def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
-        """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`, and is left alone until then."""
+    def factor(self, weight: float) -> float | None:
+        """Return what gradients may be multiplied by when they are brought into a bucket that is pushed with a `Kept`.
+
+        It saves the plane a copy. None if the plane has no use for it.
+        """
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool = True, kept: Kept | None = None) -> None:
+        """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`, and is left alone until then.
+
+        With ``kept``, ``flat`` has the contribution multiplied, and may have parts of results before `finish`. The
+        result is then in the bucket's memory, which can be another one.
+        """
 
     def wait(self, index: int) -> Outcome:
         """Wait for the result of a bucket on the CPU that was pushed in this round."""

@@ -19,6 +19,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.devices.copies import Copier
 from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.handle import Handle
+from gradserver.worker.planes.plane import Kept
 
 _COPY_SECONDS: Final = 60.0
 """Seconds that a push may take, beyond an exchange: the copy to the host comes before it, and computation before that.
@@ -75,8 +76,12 @@ class Staging:
         """True if anything of the present round was pushed."""
         return bool(self._handles or self._staged)
 
-    def push(self, index: int, flat: Tensor, weight: float, present: bool = True) -> None:
+    def factor(self, weight: float) -> None:
+        """Return None: the coordinator multiplies."""
+
+    def push(self, index: int, flat: Tensor, weight: float, present: bool = True, kept: Kept | None = None) -> None:
         """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`."""
+        assert kept is None
         copier = self._copier(flat.device)
         if copier is None:
             self._handles[index] = self._worker.push(

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,47 @@ _LARGE_BUFFER_BYTES: Final = 256 * KIB
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class _Place:
+    """A gradient's place in flat memory.
+
+    Attributes:
+        home: its elements.
+        address: where they begin.
+    """
+
+    def __init__(self, flat: Tensor, begin: int, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+        self.home = flat[begin : begin + prod(shape)]
+        self.address = self.home.data_ptr()
+        self._shape, self._order = shape, order
+        self._view = self._make_view()
+
+    def _make_view(self) -> Tensor:
+        # Strides like the parameter's own: fused optimizers walk both memories side by side. Other gradients of the
+        # bucket have versions of their own.
+        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return self.home.view(self._shape).permute(inverse).data
+
+    @property
+    def view(self) -> Tensor:
+        """The place in the parameter's shape and strides."""
+        if self._view.data_ptr() != self.address:  # Module.to() replaces the memory under a .grad
+            self._view = self._make_view()
+        return self._view
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Return whether ``gradient`` lies here."""
+        return gradient is not None and gradient.numel() > 0 and gradient.data_ptr() == self.address
+
+
+class _Scaled(NamedTuple):
+    """A gradient that was brought, times ``factor``, to ``address`` when it had this ``version``."""
+
+    grad: Tensor
+    version: int
+    factor: float
+    address: int
+
+
 class Slot:
     """One parameter's place in a bucket.
 
@@ -49,26 +91,23 @@ class Slot:
         self.fired = 0
         self.expected = 1
         self.touched = False
+        self._scaled: _Scaled | None = None
         self._order = memory_order(parameter)
         self.component = Component(name, tuple(parameter.shape[dimension] for dimension in self._order))
 
     def place(self, flat: Tensor, begin: int) -> None:
         """Place the gradient in ``flat`` from element ``begin`` on."""
-        self._home = flat[begin : begin + self.component.numel]
-        self._address = self._home.data_ptr()
-        self._view = self._make_view()
-
-    def _make_view(self) -> Tensor:
-        # Strides like the parameter's own: fused optimizers walk both memories side by side.
-        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return self._home.view(self.component.shape).permute(inverse)
+        self._here = _Place(flat, begin, self.component.shape, self._order)
 
     @property
     def view(self) -> Tensor:
         """The gradient's place, in the parameter's shape and strides."""
-        if self._view.data_ptr() != self._address:  # Module.to() replaces the memory under a .grad
-            self._view = self._make_view()
-        return self._view
+        return self._here.view
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the parameter's gradient lies there."""
+        return self._here.holds(self.parameter.grad)
 
     @property
     def grad(self) -> Tensor | None:
@@ -79,10 +118,11 @@ class Slot:
         if grad.layout is not torch.strided:
             layout = str(grad.layout).removeprefix("torch.")
             raise LayoutError(f"the gradient of {self.name!r} is {layout}, and only dense ones travel (sparse=False)")
-        if grad.dtype != self._home.dtype or grad.device != self._home.device:
+        home = self._here.home
+        if grad.dtype != home.dtype or grad.device != home.device:
             raise DTypeError(
                 f"the gradient of {self.name!r} is {grad.dtype} on {grad.device}, but the module was wrapped with "
-                f"{self._home.dtype} on {self._home.device}: move or convert a module before wrapping it"
+                f"{home.dtype} on {home.device}: move or convert a module before wrapping it"
             )
         return grad
 
@@ -93,19 +133,54 @@ class Slot:
         """
         grad = self.grad
         if grad is None:
-            self._home.zero_()
+            self._here.home.zero_()
             return False
-        if grad.data_ptr() != self._address:
+        if grad.data_ptr() != self._here.address:
             self.view.copy_(grad.detach())
             if as_view:
                 self.parameter.grad = self.view
         return True
 
+    def scale(self, factor: float) -> bool:
+        """Bring the gradient times ``factor`` into the bucket, zeros if there is none. Return whether there was one.
+
+        It stays the parameter's gradient, and is kept until the next one is brought: so `take_kept` has it, and memory
+        for the next one is not freed and had again, which would cost more than a copy.
+        """
+        grad, before = self.grad, self._scaled
+        if grad is None:
+            self._here.home.zero_()
+            self._scaled = None
+        elif before is None or before.grad is not grad or before[1:] != (grad._version, factor, self._here.address):
+            self._scaled = _Scaled(grad, grad._version, factor, self._here.address)
+            self.scale_again()
+        return grad is not None
+
+    def scale_again(self) -> None:
+        """Bring into the bucket once more what `scale` has brought there."""
+        if self._scaled is None:
+            self._here.home.zero_()
+        else:
+            torch.mul(self._scaled.grad.detach(), self._scaled.factor, out=self.view)
+
+    @property
+    def kept(self) -> Tensor:
+        """The gradient that was scaled, one-dimensional in the order of the bucket's memory; zeros without one."""
+        if self._scaled is None:
+            return torch.zeros_like(self._here.home)
+        return self._scaled.grad.detach().permute(self._order).reshape(-1)
+
+    def take_kept(self, as_view: bool) -> None:
+        """Bring the gradient that was scaled into the bucket as it is."""
+        if self._scaled is not None:
+            self.parameter.grad, self._scaled = self._scaled.grad, None
+        self.take(as_view)
+
     def give(self, as_view: bool) -> None:
         """Make the bucket's content the parameter's gradient."""
         grad = self.grad
         if as_view:
-            if grad is None or grad.data_ptr() != self._address:
+            if grad is None or grad.data_ptr() != self._here.address:
                 self.parameter.grad = self.view
         elif grad is None:
             self.parameter.grad = self.view.clone()
@@ -138,6 +213,8 @@ class GradientBucket(FlatBucket):
 
     def __init__(self, group: Group) -> None:
         self.slots = [Slot(name, parameter) for name, parameter in group.parameters]
+        self._spare: Tensor | None = None
+        """Memory in which the bucket was before: the gradients of another round may lie there."""
         components = tuple(slot.component for slot in self.slots)
         super().__init__(group.key, group.parameters[0][1], components, Op.MEAN)
 
@@ -148,6 +225,32 @@ class GradientBucket(FlatBucket):
         for slot in self.slots:
             slot.place(flat, begin)
             begin += slot.component.numel
+
+    def vacate(self, new_memory: Callable[[], Tensor]) -> None:
+        """Place the bucket where none of its gradients lies. Two memories are enough: they lie in one of them."""
+        if any(slot.is_in_place for slot in self.slots):
+            before, after = self.flat, new_memory() if self._spare is None else self._spare
+            self.place(after)
+            self._spare = before
+
+    def scale(self, factor: float) -> bool:
+        """Bring all gradients times ``factor`` into the bucket, and leave them as they are. Return if there were any.
+
+        `vacate` comes before.
+        """
+        have = [slot.scale(factor) for slot in self.slots]
+        return any(have)
+
+    def move(self, as_view: bool, new_memory: Callable[[], Tensor]) -> Tensor:
+        """Take the gradients that were scaled, as they are, into other memory. Return it.
+
+        The bucket's memory is given up: something may still write there.
+        """
+        after, self._spare = new_memory() if self._spare is None else self._spare, None
+        self.place(after)
+        for slot in self.slots:
+            slot.take_kept(as_view)
+        return after
 
 
 class BufferBucket(FlatBucket):

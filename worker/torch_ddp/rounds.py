@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -27,6 +28,7 @@ from gradserver.worker.torch_ddp.buckets import (
 )
 from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
+from gradserver.worker.torch_ddp.kept import KeptGradients
 from gradserver.worker.torch_ddp.modes import Mode, Modes
 
 _NO_SAMPLES: Final = 1e-300
@@ -98,7 +100,7 @@ class Rounds:
         self.plan = self.agreement.plan
         self._plane = self._choose_plane(buckets)
         for bucket in buckets:
-            bucket.place(self._plane.new_memory(bucket.spec.numel, bucket.dtype, bucket.device))
+            bucket.place(self._new_memory(bucket))
         self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
@@ -113,6 +115,8 @@ class Rounds:
         self._leaves = self._abandoned = False
         self._count = 1
         self._foreseen = False
+        self._factor: float | None = None
+        """Factor of this round's gradients on their way into buckets; None if they are taken as they are."""
 
     def _choose_plane(self, buckets: Iterable[FlatBucket]) -> Plane:
         """Return the way of the buckets: the coordinator's, or the members' own where the group has that."""
@@ -139,6 +143,14 @@ class Rounds:
         self._abandoned = False
         self.adopt_buffers()
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
+        is_divided = self._options.accumulation == "mean" and count > 1
+        self._factor = None if is_divided else self._plane.factor(self._own_weight)
+        if self._factor is not None:
+            for bucket in self.gradients:
+                bucket.vacate(partial(self._new_memory, bucket))
+
+    def _new_memory(self, bucket: FlatBucket) -> Tensor:
+        return self._plane.new_memory(bucket.spec.numel, bucket.dtype, bucket.device)
 
     def before_forward(self) -> None:
         """Prepare for a forward, in the thread that will call ``backward()``."""
@@ -169,24 +181,37 @@ class Rounds:
 
     def take(self, index: int, slot: Slot) -> None:
         """Bring a gradient of bucket ``index``, which is ready, into the bucket."""
-        slot.take(self._options.gradient_as_bucket_view)
+        if self._factor is None:
+            slot.take(self._options.gradient_as_bucket_view)
+        else:
+            slot.scale(self._factor)
         self._plane.note_writer(index, self.gradients[index].device)
 
     def push(self, index: int) -> None:
         """Contribute one bucket of gradients: all that its parameters have accumulated."""
         with self._timed():
             weight = min(self._open(), _NO_SAMPLES) if self._abandoned else self._open()
-            bucket = self.gradients[index]
+            bucket, kept = self.gradients[index], None
+            factor = None if self._factor is None else self._plane.factor(weight)
             present = weight > _NO_SAMPLES
-            if present:
-                as_view = self._options.gradient_as_bucket_view
-                # What became ready in this backward was taken then; every other slot is brought up to date here.
-                have = [slot.fired > 0 or slot.take(as_view) for slot in bucket.slots]
-                present = any(have)
-                if self._options.accumulation == "mean":
-                    local_mean(bucket.flat, max(self._count, 1))
-            self._plane.push(index, bucket.flat, weight, present)
+            if factor is not None:
+                present = present and bucket.scale(factor)
+                kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self._new_memory, bucket))
+            elif present:
+                present = self._take_all(bucket)
+            self._plane.push(index, bucket.flat, weight, present, kept)
             self._unpushed.discard(index)
+
+    def _take_all(self, bucket: GradientBucket) -> bool:
+        """Bring gradients into the bucket as they are. Return whether there are any.
+
+        What became ready in this backward was taken then; every other slot is brought up to date here.
+        """
+        as_view = self._options.gradient_as_bucket_view
+        have = [(slot.fired > 0 and self._factor is None) or slot.take(as_view) for slot in bucket.slots]
+        if self._options.accumulation == "mean":
+            local_mean(bucket.flat, max(self._count, 1))
+        return any(have)
 
     def abandon(self) -> None:
         """Give no more gradients in this round. What was pushed of it counts."""
@@ -213,8 +238,7 @@ class Rounds:
         """Return this worker's weight in the round. The first call pushes what does not wait for gradients."""
         if self._round_weight is None:
             self.agreement.check()
-            own = _NO_SAMPLES if self._abandoned else max(self.weight, _NO_SAMPLES)
-            self._round_weight = 0.0 if self._leaves else own
+            self._round_weight = self._own_weight
             if not self._leaves:
                 self.modes.say(Mode.TRAINING)
             if self._buffers:
@@ -224,6 +248,11 @@ class Rounds:
             if self._options.tracks_used and self._foreseen:
                 self._push_used()
         return self._round_weight
+
+    @property
+    def _own_weight(self) -> float:
+        own = _NO_SAMPLES if self._abandoned else max(self.weight, _NO_SAMPLES)
+        return 0.0 if self._leaves else own
 
     def _push_buffers(self) -> None:
         """Send what has changed of the buffers, if it is this worker's that all are to have.

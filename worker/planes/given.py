@@ -1,0 +1,37 @@
+"""Contributions to a direct round, and their outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.planes.plane import Kept
+
+NO_DATA: Final = 1e-200
+"""Weights below stand for a worker without a sample, which contributes nothing."""
+
+
+class Given(NamedTuple):
+    """A contribution: ``flat`` has it until the round is over, or ``copy`` does, or ``kept``.
+
+    With ``kept``, ``flat`` is where it is reduced.
+    """
+
+    flat: Tensor
+    weight: float
+    present: bool
+    copy: Tensor | None
+    kept: Kept | None
+
+
+@dataclass
+class DirectOutcome:
+    """Outcome of a bucket: see `gradserver.worker.planes.plane.Outcome`."""
+
+    weight: float = 0.0
+    present: bool = True
+    left_alone: tuple[tuple[int, int], ...] = ()
+    not_finite: NotFinite | None = None
