@@ -142,6 +142,8 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "'kill=many' is neither a number nor KIND=N, as in 100,kill=5" in capsys.readouterr().err
     assert main(["chaos", "--events", "kill,stop", "--least", "5,kill=1,drop=1"]) == 2
     assert "--least names drop, which is not among --events kill,stop" in capsys.readouterr().err
+    assert main(["chaos", "--events", "stop,slow", "--kills", "5"]) == 2
+    assert "--kills requires the event kill or midpush" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
@@ -159,6 +161,18 @@ def test_a_short_storm_is_survived(tmp_path: Path) -> None:
     assert result["passed"]
     assert result["rounds"] > 50
     assert (tmp_path / "plan.txt").read_text().count("\n") == result["events"] + result["events_missed"]
+
+
+@pytest.mark.long
+def test_deaths_of_workers_that_reduce_among_themselves_are_survived(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", "--plane", "direct", "--workers", "4", "--seconds", "60"]
+    options = ["--events", "kill,midpush", "--every", "1.5", "--kills", "6", "--json", "--keep", str(tmp_path)]
+    ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result = json.loads(ran.stdout)
+    assert result["kills"] >= 6
+    assert result["not_counted"] <= result["kills"], "a death costs one contribution"
+    assert result["ways"]["direct"] > 0 < result["ways"]["void"]
 
 
 @pytest.mark.long

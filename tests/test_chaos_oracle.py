@@ -61,7 +61,7 @@ class World:
     def judged(self, rounds: int = ROUNDS) -> Oracle:
         oracle = Oracle(SEED)
         first = NAMES if self.joins < 0 else NAMES[:-1]
-        for dated in (Group("g", len(NAMES), 20.0), Epoch("g", 1, 0, tuple(enumerate(first)), "complete")):
+        for dated in (Group("default", len(NAMES), 20.0), Epoch("default", 1, 0, tuple(enumerate(first)), "complete")):
             oracle.take(Dated(0.0, dated))
         weights = {name: [np.zeros(size, np.float32) for size in generator.SIZES] for name in NAMES}
         for number in range(rounds):
@@ -105,16 +105,16 @@ class World:
                 lines[name].append(generator.fingerprint([got]))
                 weights[name][part] -= got * generator.STEP
         if losing:
-            epoch = Epoch("g", 2, number + 1, tuple(enumerate(NAMES[:-1])), "'dan' was lost")
+            epoch = Epoch("default", 2, number + 1, tuple(enumerate(NAMES[:-1])), "'dan' was lost")
             oracle.take(Dated(number + 0.05, epoch))
         record = RoundRecord(
             number, tuple(weighs), number, number + 0.1, 0, (), tuple(value % MODULUS for value in inputs),
             tuple(ledger), tuple((last, part, self.gives[part]) for part in PARTS if self.gives[part] and losing),
         )  # fmt: skip
         if number == self.joins:
-            oracle.take(Dated(number + 0.05, Epoch("g", 2, number + 1, tuple(enumerate(NAMES)), "'dan' joined")))
+            oracle.take(Dated(number + 0.05, Epoch("default", 2, number + 1, tuple(enumerate(NAMES)), "'dan' joined")))
         for written in self.records(record):
-            oracle.take(Dated(number + 0.1, Round("g", 1, written)))
+            oracle.take(Dated(number + 0.1, Round("default", 1, written)))
         for name in finished:
             self.weights(number, name, weights[name])
             line = {"kind": "round", "name": name, "round": number, "rank": NAMES.index(name), "results": lines[name]}
@@ -327,6 +327,20 @@ def test_a_ledger_whose_digests_say_nothing() -> None:
     assert "wrong: round 0: what was summed of ada is not its contribution" in oracle.findings
 
 
+def test_a_round_that_is_direct_at_one_member_and_void_at_another() -> None:
+    def going(ways: dict[tuple[int, str], str]) -> Oracle:
+        def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+            way = ways.get((line["round"], line["name"]), ways.get((line["round"], ""), "direct"))
+            return [{**line, "way": way} if line["kind"] == "round" else line]
+
+        return World(lines=lines).judged(4)
+
+    oracle = going({(1, ""): "void", (2, ""): "coordinator", (3, ""): "void", (3, "bob"): "coordinator"})
+    assert not oracle.found, oracle.findings
+    assert oracle.ways == {"direct": 1, "void": 2, "coordinator": 1}
+    only(going({(2, "bob"): "void"}), "diverged", "round 2: it was direct and void, at different members")
+
+
 def test_a_worker_that_finishes_a_round_twice() -> None:
     twice = World(lines=lambda line: [line, line] if (line["kind"], line["name"]) == ("round", "bob") else [line])
     assert twice.judged(2).found == {"double": 2}
@@ -420,7 +434,7 @@ def test_the_rule_of_means_is_the_reducers(seed: int) -> None:
     key = ExchangeKey(Stream.BUCKET, 0, 2)
     nbytes = rows[0].nbytes
     command = Reduce(
-        "g", 1, key, 0, bucket.operation, 0, nbytes, rows[0].size, None, contributions, [], True, None
+        "default", 1, key, 0, bucket.operation, 0, nbytes, rows[0].size, None, contributions, [], True, None
     )  # fmt: skip
     made = reduce(command)
     assert isinstance(made, np.ndarray | memoryview | bytes)

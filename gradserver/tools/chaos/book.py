@@ -42,6 +42,14 @@ class Book:
         }
         return People(sure, perhaps)
 
+    def way(self) -> str:
+        """Return how the round went: "direct", "void", "coordinator", or several of them if members contradict.
+
+        A worker that joins gives to the coordinator, while the others begin among themselves, in vain.
+        """
+        ways = {report.way for report in self.reports.values() if report.gave and report.way}
+        return "void" if ways == {"void", "coordinator"} else " and ".join(sorted(ways))
+
     def moments(self) -> tuple[float, float]:
         """Return when the first worker began with the round, and when the first one finished it."""
         ends = [report.at for report in self.reports.values()]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradserver.arguments import add_seconds, number
 from gradserver.protocol.limits import MAX_SHARDS
-from gradserver.tools.chaos.schedule import DEFAULT, SPECS, Event, Schedule, Way, draw
+from gradserver.tools.chaos.schedule import DEFAULT, KILLS, SPECS, Event, Schedule, Way, draw
 
 if TYPE_CHECKING:
     from gradserver.tools.chaos.fleet import Fleet
@@ -89,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="minimum number of events that took effect, in all and by kind, such as 100,kill=5,shard=2; with fewer "
         "the run fails (default 0)",
     )
+    parser.add_argument(
+        "--kills",
+        type=number(int, 1, 1_000_000),
+        default=0,
+        metavar="N",
+        help="end the events when N workers have been killed (kill, midpush); with fewer in --seconds the run fails",
+    )
     parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault is found")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and reports to DIR, and keep them")
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
@@ -103,6 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
     if "shard" in arguments.events and arguments.shards == 1:
         print("gradserver chaos: the event shard requires a further data shard: --shards 2", file=sys.stderr)
+        return 2
+    if arguments.kills and not KILLS.intersection(arguments.events):
+        print("gradserver chaos: --kills requires the event kill or midpush", file=sys.stderr)
         return 2
     if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
         print(f"gradserver chaos: {reason}", file=sys.stderr)
@@ -164,7 +174,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         fleet.start_judge()
         fleet.note("begun")
         view.begun()
-        course = _Course(fleet, schedule, view, arguments.stop_at_fault)
+        course = _Course(fleet, schedule, view, arguments.stop_at_fault, arguments.kills)
         use = course.run()
         fleet.leave()
         verdict = fleet.verdict(view.judging)
@@ -172,6 +182,8 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
     wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
     wrongs += report.too_few(result, arguments.least)
+    if result["kills"] < arguments.kills:
+        wrongs.append(f"only {result['kills']} workers were killed, fewer than {arguments.kills}")
     view.conclude(result, wrongs, folder)
     if arguments.json:
         print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
@@ -187,11 +199,13 @@ class _Course:
         faults: workers that are not back in the end.
     """
 
-    def __init__(self, fleet: Fleet, schedule: Schedule, view: View, stops: bool = False) -> None:
+    def __init__(self, fleet: Fleet, schedule: Schedule, view: View, stops: bool = False, kills: int = 0) -> None:
         self.done: list[Event] = []
         self.missed: list[Event] = []
         self.faults: list[str] = []
-        self._fleet, self._schedule, self._view, self._stops = fleet, schedule, view, stops
+        self._fleet, self._schedule, self._view, self._stops, self._kills = fleet, schedule, view, stops, kills
+        self._begun: list[Event] = []
+        """Events that are due, or were."""
         from gradserver.tools.chaos.harms import Harms
 
         self._harms = Harms(fleet)
@@ -208,7 +222,7 @@ class _Course:
         self._fleet.note("end")
         self.done = sorted(self._harms.hit)
         happened = set(self.done)
-        self.missed = [event for event in self._schedule.events if event not in happened]
+        self.missed = [event for event in self._begun if event not in happened]
         return before, after
 
     def _storm_and_calm(self) -> None:
@@ -227,6 +241,11 @@ class _Course:
     def _storm(self) -> None:
         for event in self._schedule.events:
             self._until(event.at)
+            if 0 < self._kills <= sum(one.kind in KILLS for one in self._harms.hit):
+                # The calm begins now.
+                self._began = min(self._began, time.monotonic() - self._schedule.calm)
+                return
+            self._begun.append(event)
             # If this process was held up, events must not come closer together than they were drawn.
             self._began = max(self._began, time.monotonic() - event.at - _LATE_SECONDS)
             self._view.event(event, self._fleet, self._harms.do(event))
@@ -297,5 +316,5 @@ def _possible(arguments: argparse.Namespace) -> set[str]:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace", "plane")
+    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace", "plane", "kills")
     return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

@@ -10,11 +10,16 @@ import gradserver
 from gradserver.tools.chaos import generator
 from gradserver.worker.planes.commit import commit_plan
 from gradserver.worker.planes.direct import DirectPlane
+from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.staging import Staging
 
 
 class Directly:
-    """An exchange that workers reduce among themselves, on the plane that a wrapped module has."""
+    """An exchange that workers reduce among themselves, on the plane that a wrapped module has.
+
+    Attributes:
+        way: how the last round went: "direct", "void" if it was begun so and done again, or "coordinator".
+    """
 
     def __init__(self, worker: gradserver.Worker) -> None:
         torch.set_num_threads(1)
@@ -24,11 +29,18 @@ class Directly:
         self._flat = [self._plane.new_memory(size, torch.float32, cpu) for size in generator.SIZES]
         self.buckets: list[Any] = [flat.numpy() for flat in self._flat]
         self.order = range(len(generator.SIZES))
+        self.way = ""
+        self._directs = Directs.of(worker)
+        self._is_direct, self._voids = False, 0
 
     def push(self, part: int, weight: float) -> None:
         """Contribute to a bucket."""
+        if not self._plane.pushed:
+            self._is_direct, self._voids = self._directs.reduces(), self._directs.voids
         self._plane.push(part, self._flat[part], weight)
 
     def finish(self) -> None:
         """Wait until all results are in the buckets."""
         self._plane.finish()
+        is_void = self._directs.voids > self._voids
+        self.way = "void" if is_void else "direct" if self._is_direct else "coordinator"

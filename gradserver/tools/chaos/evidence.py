@@ -4,7 +4,7 @@ Workers print a line of JSON for each round that they have finished. The run wri
 in the order in which it reads them:
 
     {"kind": "gives", "name", "round", "rank"}   a worker begins to contribute to a round
-    {"kind": "round", "name", "round", "rank", "results": […], "weights", "at"}    it has finished the round
+    {"kind": "round", "name", "round", "rank", "results": […], "weights", "way", "at"}    it has finished it
     {"kind": "replayed", …}                      the same, but without contributing, as it was a learner
     {"kind": "meets", "name", "round"}           it begins with the collectives behind a round
     {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast"}      it has finished them
@@ -47,12 +47,15 @@ class Report(NamedTuple):
     weights: int
     at: float
     gave: bool = True
+    way: str = ""
+    """How the round went, if workers may reduce among themselves: "direct", "void" or "coordinator"."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Report:
         """Read the report in a line."""
         gave = line["kind"] == "round"
-        return cls(line["name"], line["round"], line["rank"], tuple(line["results"]), line["weights"], line["at"], gave)
+        results, way = tuple(line["results"]), line.get("way", "")
+        return cls(line["name"], line["round"], line["rank"], results, line["weights"], line["at"], gave, way)
 
 
 class Met(NamedTuple):

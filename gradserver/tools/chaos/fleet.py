@@ -58,6 +58,7 @@ class Fleet(Family):
         outs: number of times that workers were out of the group, by error.
         back: (kind, seconds) from an event to the next round that its worker finished.
         round: latest round that a worker has finished.
+        plane: plane of the group, or "auto".
         on_hit: called with the kind and the target of an event when it takes effect.
         on_call: called with the name of a worker that begins with collectives.
     """
@@ -78,7 +79,7 @@ class Fleet(Family):
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
         self._seed = seed | generator.BITS[plane]
-        self._ways, self._pace, self._shards, self._plane = ways, pace, shards, plane
+        self._ways, self._pace, self._shards, self.plane = ways, pace, shards, plane
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._forks: ForkServer | None = None
         """Origin of the workers' processes, if these import torch."""
@@ -149,7 +150,7 @@ class Fleet(Family):
         way = self._ways.get(name, Way.DIRECT)
         url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
         channel = "auto" if way is Way.DIRECT else "tcp"
-        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world, self._plane)
+        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world, self.plane)
         starter = self._forks.start if self._forks is not None else None
         self._start(name, "-m", "gradserver.tools.chaos.program", settings.to_json(), starter=starter)
 

@@ -21,6 +21,8 @@ _LATER: Final = frozenset({"freeze", "partition", "leave", "midpush"})
 """Kinds after which the target can come back only when the event is over."""
 _PIECES: Final = 5
 """Number of pieces of a push, after one of which a worker dies in the middle of the push."""
+_MOMENTS: Final = 12
+"""The same for workers that reduce among themselves: the moments behind its last bucket count, too."""
 _CALLS_SECONDS: Final = 5.0
 """Time in which a worker should call collectives."""
 _LINGERS_SECONDS: Final = 0.6
@@ -95,7 +97,8 @@ class Harms:
     def _kill_in_push(self, name: str, seconds: float) -> None:
         child = self._fleet.running(name)
         self._fleet.expect_end(name)
-        self._fleet.say(name, f"die {1 + int(seconds * 1000) % _PIECES}")
+        pieces = _PIECES if self._fleet.plane == "auto" else _MOMENTS
+        self._fleet.say(name, f"die {1 + int(seconds * 1000) % pieces}")
         self._fleet.after(_DIES_SECONDS, lambda: self._kill_if_same(name, child))
         self._fleet.after(seconds, lambda: self._come_back(name))
 

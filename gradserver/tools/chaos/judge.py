@@ -67,6 +67,7 @@ class Judge:
             "committed": oracle.counted,
             "in_part": oracle.cut,
             "meetings": oracle.meetings,
+            "ways": dict(oracle.ways),
             "findings": oracle.findings,
             "longest_stall": stall[0],
             "longest_stall_at": stall[1] - begun,

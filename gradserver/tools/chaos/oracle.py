@@ -6,6 +6,7 @@ the mean of such a set, bit by bit. Then the ledger has to say the same. The ora
 some rounds further, so that all evidence of it is there:
 
     members' results differ                                     diverged, and so are weights that do
+    a round is direct at one member, and void at another        diverged
     a result is the mean without a worker that finished it      lost, also if the worker counts in part
     a result is the mean with something counted twice           double
     a result is no mean of any such set                         wrong
@@ -61,6 +62,7 @@ class Oracle:
         counted: number of contributions that counted in full.
         cut: number of contributions that counted in part.
         meetings: number of rounds behind which collectives were checked.
+        ways: number of rounds that went each way, if workers may reduce among themselves.
         completions: times at which rounds were finished.
         longest: longest time without a finished round, and its beginning.
     """
@@ -88,6 +90,7 @@ class Oracle:
         self.found: Counter[str] = Counter()
         self.findings: list[str] = []
         self.checked = self.unwritten = self.expected = self.counted = self.cut = self.meetings = 0
+        self.ways: Counter[str] = Counter()
         self.completions: deque[float] = deque(maxlen=1 << 20)
         self.longest = (0.0, 0.0)
 
@@ -188,6 +191,10 @@ class Oracle:
     def _check(self, number: int, book: Book) -> None:
         self.checked += 1
         self._note_completion(book)
+        if way := book.way():
+            self.ways[way] += 1
+            if "and" in way:
+                self._say("diverged", f"round {number}: it was {way}, at different members")
         people = book.people(self._seed, number)
         seen = self._agreed(number, book.reports)
         cases = [Case(self._seed, number, part, share, {}) for part, share in enumerate(self._shares)]

@@ -44,6 +44,8 @@ _LARGE = 5000
 """Number of tallies in the largest tensor that is summed: two slices."""
 _ARRIVES_SECONDS = 0.05
 """Time until sent bytes have left the process."""
+_WAITS_SECONDS = 0.006
+"""Time between two moments at which a worker dies that has pushed everything."""
 _AGAIN_SECONDS = 0.1
 """Time between two attempts to join."""
 
@@ -84,10 +86,12 @@ class Exchange(Protocol):
     Attributes:
         buckets: memory of contributions and results.
         order: the order in which they are pushed.
+        way: how the last round went, if workers may reduce among themselves.
     """
 
     buckets: list[Any]
     order: range
+    way: str
 
     def push(self, part: int, weight: float) -> None:
         """Contribute to a bucket."""
@@ -104,6 +108,7 @@ class Reduced:
         worker.agree(generator.plan())
         self.buckets: list[Any] = [worker.empty(size, "float32") for size in generator.SIZES]
         self.order = range(len(generator.SIZES))[::-1]
+        self.way = ""
 
     def push(self, part: int, weight: float) -> None:
         """Contribute to a bucket."""
@@ -182,7 +187,7 @@ class Program:
             self._compute()
             gave = self._contribute(worker, exchange, number, gave)
             exchange.finish()
-            self._step(number, worker, exchange.buckets, "round" if gave else "replayed")
+            self._step(number, worker, exchange, "round" if gave else "replayed")
             if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
                 self._meet(worker, number)
 
@@ -200,7 +205,9 @@ class Program:
             exchange.push(part, weight)
             if pieces == count and sends_nothing:
                 self._die(number)
-        if pieces:  # there were fewer pieces
+        if pieces and self._settings.plane in AMONG_MEMBERS:
+            self._die_while_waiting(number, (pieces - len(exchange.order)) * _WAITS_SECONDS)
+        elif pieces:  # there were fewer pieces
             self._die(number)
         return not worker.observes
 
@@ -209,12 +216,18 @@ class Program:
         time.sleep(_ARRIVES_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _die_while_waiting(self, number: int, seconds: float) -> None:
+        """Die in so many seconds: until then, buckets are reduced, and the commit is on its way."""
+        self._say("dies", round=number)
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
     def _install(self, state: dict[str, Any]) -> None:
         """Install the state of a member, as it was at the end of the last round."""
         for weights, given in zip(self._weights, state["weights"], strict=True):
             weights[:] = given
 
-    def _step(self, number: int, worker: gradserver.Worker, results: list[Any], kind: str) -> None:
+    def _step(self, number: int, worker: gradserver.Worker, exchange: Exchange, kind: str) -> None:
+        results = exchange.buckets
         for weights, result in zip(self._weights, results, strict=True):
             weights -= np.multiply(result, generator.STEP, out=self._scratch[: result.size])
         self._say(
@@ -223,6 +236,7 @@ class Program:
             rank=worker.rank,
             results=[generator.fingerprint([result]) for result in results],
             weights=generator.fingerprint(self._weights),
+            way=exchange.way,
         )
 
     def _compute(self) -> None:

@@ -8,7 +8,7 @@ from statistics import median, quantiles
 from typing import Any, Final
 
 from gradserver.protocol.limits import MIB
-from gradserver.tools.chaos.schedule import Event
+from gradserver.tools.chaos.schedule import KILLS, Event
 from gradserver.tools.chaos.uses import Use
 
 _MORE_DESCRIPTORS: Final = 8
@@ -64,11 +64,14 @@ def summary(
         "events": len(events),
         "events_by_kind": dict(Counter(event.kind for event in events)),
         "events_missed": len(missed),
+        "kills": sum(event.kind in KILLS for event in events),
         "rounds": verdict["rounds"],
         "rounds_unwritten": verdict["unwritten"],
         "contributions": verdict["contributions"],
         "committed_share": round(share, 5),
         "in_part": verdict["in_part"],
+        "not_counted": verdict["contributions"] - verdict["committed"] - verdict["in_part"],
+        "ways": verdict["ways"],
         "meetings": verdict["meetings"],
         **{kind: found.get(kind, 0) for kind in ("wrong", "double", "lost", "diverged", "fault")},
         "findings": [*faults, *verdict["findings"]],

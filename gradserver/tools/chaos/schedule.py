@@ -191,6 +191,8 @@ SPECS: Final = {
 }
 DEFAULT: Final = tuple(kind for kind in SPECS if kind != "shard")
 """Kinds that are drawn by default: all that a group survives."""
+KILLS: Final = frozenset({"kill", "midpush"})
+"""Kinds that kill a worker."""
 _TRIES: Final = 24
 
 

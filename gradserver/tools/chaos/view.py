@@ -109,8 +109,10 @@ class View:
             (
                 "committed",
                 f"{result['committed_share']:.2%} of {result['contributions']:,} contributions, "
-                f"{result['in_part']} in part",
+                f"{result['in_part']} in part, {result['not_counted']} not",
             ),
+            *([("killed", f"{result['kills']} workers")] if result["kills"] else []),
+            *_planes(result["ways"]),
             ("together", f"collectives checked after {result['meetings']:,} rounds"),
             ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
             ("diverged", str(result["diverged"])),
@@ -165,6 +167,15 @@ def _behind(kept: Mapping[str, float]) -> list[tuple[str, str]]:
         return []
     text = f"{kept['median']:.1%} of it after an event: median of {kept['count']:.0f}, "
     return [("", f"{text}quartiles {kept['low']:.1%} and {kept['high']:.1%}")]
+
+
+def _planes(ways: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Describe how rounds went, if workers reduced them among themselves."""
+    if not ways:
+        return []
+    direct, void, rest = (ways.get(way, 0) for way in ("direct", "void", "coordinator"))
+    text = f"{direct:,} rounds among workers, {void:,} void and done again over the coordinator, {rest:,} more over it"
+    return [("plane", text)]
 
 
 def _share(share: float | None) -> str:
