@@ -176,6 +176,15 @@ def test_deaths_of_workers_that_reduce_among_themselves_are_survived(tmp_path: P
 
 
 @pytest.mark.long
+def test_a_storm_on_two_emulated_hosts_is_survived() -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", "--plane", "hierarchical", "--workers", "4", "--json"]
+    options = ["--seconds", "30", "--every", "2", "--coordinator-kill", "10", "--seed", "3", "--least", "3"]
+    ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads(ran.stdout)["passed"]
+
+
+@pytest.mark.long
 def test_nothing_survives_a_run_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradserver", "chaos", "--workers", "3", "--events", "stop,delay,reset"]
     with subprocess.Popen(

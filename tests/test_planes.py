@@ -10,11 +10,13 @@ import pytest
 
 from gradserver.engine import Engine
 from gradserver.engine.commands import Command, Record, Send
+from gradserver.engine.control import journal
 from gradserver.engine.control.planes import OBSTACLES, Candidate, Case, Choice, choose
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Received, Restored, Tick
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import Lateness, Policy
-from gradserver.engine.records import Chosen, Epoch, Told
+from gradserver.engine.records import Chosen, Entered, Epoch, Told
 from gradserver.protocol.errors import DisagreementError, GradServerError, JoinRefusedError
 from gradserver.protocol.limits import MAX_PLANE_REASON
 from gradserver.protocol.messages import Enter, Failure, Join, Membership, Serve, Welcome
@@ -410,3 +412,27 @@ def test_what_is_restated_gives_the_same_choices() -> None:
     assert restated == replace(later, offers=(Told(0, gpu(0)), Told(2, gpu(2)))), (
         "an epoch that is over matters no more"
     )
+
+
+def test_what_a_learner_offers_is_written_when_it_contributes_and_is_restated() -> None:
+    """Test that a coordinator which is lost before the learner is a member does not take it for one without torch."""
+    made = harness(Policy(1, 3, gather=1.0))
+    join(made, 0, gpu(0))
+    join(made, 1, gpu(1))
+    made.wait(1.0)
+    for rank in range(2):
+        made.receive(SEATS + rank, Serve())
+    join(made, 2, gpu(2), "spot-3")
+    group, effects = made.engine.control.groups["default"], Effects()
+    group.learners.by_id[2].enter()
+    journal.entered(group, effects)
+    records = [one.record for one in effects.commands if isinstance(one, Record)]
+    assert [type(record) for record in records] == [Entered, Chosen]
+    assert records[1].offers == (Told(2, gpu(2)),)  # type: ignore[attr-defined]
+
+    state = JournalState()
+    told = Chosen("g", 1, DIRECT, ONE_EACH, False, (Told(2, gpu(2)),))
+    for record in (*FOUNDED[:3], CHOSEN, Entered("g", 3, ((2, "c"),)), told):
+        state.apply(Dated(0.0, record))
+    (restated,) = [dated.record for dated in state.records() if isinstance(dated.record, Chosen)]
+    assert Told(2, gpu(2)) in restated.offers

@@ -133,7 +133,9 @@ class GroupState:
 
     def _choices(self) -> Iterable[Dated]:
         """Yield the choices that matter to the memberships, the first with what members of these can do."""
-        there = {member_id for dated in self.epochs.values() for member_id in _members(dated.record)}
+        entered = self._latest.get(Entered)
+        known = [*self.epochs.values(), *([entered] if entered is not None else [])]
+        there = {member_id for dated in known for member_id in _members(dated.record)}
         told = tuple(Told(member_id, self.offers[member_id]) for member_id in sorted(there & self.offers.keys()))
         for epoch in sorted({one.epoch for one in map(self.chosen, self.epochs) if one is not None}):
             clock, chosen = self._chosen[epoch]
@@ -158,7 +160,7 @@ class GroupState:
 
 
 def _members(record: Kind) -> Iterable[int]:
-    return dict(record.members) if isinstance(record, Epoch) else ()
+    return dict(record.members) if isinstance(record, (Epoch, Entered)) else ()
 
 
 class JournalState:

@@ -53,14 +53,22 @@ def members(group: Group, reason: str, effects: Effects) -> None:
     _first(group, Epoch(group.name, group.members.epoch, group.rounds.number, there, reason), effects)
     if group.entering:
         entered(group, effects)
-    if (chosen := group.planes.news(group.name, group.members.epoch, group.members.by_id)) is not None:
-        _first(group, chosen, effects)
+    else:
+        _offered(group, effects)
 
 
 def entered(group: Group, effects: Effects) -> None:
     """Write which members and learners contribute to the open round as their first one."""
     there = tuple((member_id, group.members.identities.names[member_id]) for member_id in group.entering)
     _first(group, Entered(group.name, group.rounds.number, there), effects)
+    _offered(group, effects)
+
+
+def _offered(group: Group, effects: Effects) -> None:
+    """Write the plane, and what members and learners that contribute can do, as far as that is new."""
+    there = [*group.members.by_id, *group.entering]
+    if (chosen := group.planes.news(group.name, group.members.epoch, there)) is not None:
+        _first(group, chosen, effects)
 
 
 def planned(group: Group, plan: PlanTable, effects: Effects) -> None:
