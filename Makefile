@@ -35,8 +35,9 @@ setup: $(STAMP) ## Create .venv and install everything, pinned (other targets do
 demo: $(STAMP) ## Train a small language model with two workers and a coordinator on this machine
 	@$(BIN)/gradserver demo $(DEMO_ARGS)
 
+# Three processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
 test: $(STAMP) ## Run the tests, apart from the long ones
-	$(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -m "not long" --numprocesses 3 --dist worksteal $(TEST_ARGS)
 
 test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
 	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)

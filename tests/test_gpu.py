@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from gradserver.worker.devices.device import Device
 from gradserver.worker.planes import staging
 from tests import gpu, gpu_measurements
+from tests.cluster import STARTED_WITHIN, Program
 from tests.fake_device import FakeDevice, checked
 from tests.gpu import LINES, Line, Outcome
 
@@ -98,10 +97,11 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     page = tmp_path / "gpu.md"
-    words = [sys.executable, "-m", "tests.gpu", "--page", str(page)]
-    ran = subprocess.run(words, cwd=gpu.ROOT, env=gpu.environment(), capture_output=True, text=True, timeout=100)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout == "make gpu: no CUDA device was found, so nothing was run and docs/gpu.md stays as it is\n"
+    words = "-m", "tests.gpu", "--page", str(page)
+    with Program(*words, environment=gpu.environment(), loaded="torch") as ran:
+        assert ran.end(STARTED_WITHIN) == 0, ran.complaints()
+        said = "make gpu: no CUDA device was found, so nothing was run and docs/gpu.md stays as it is"
+        assert ran.output() == [said]
     assert not page.exists()
 
 
