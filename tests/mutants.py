@@ -32,6 +32,7 @@ _LIMIT: Final = 240.0
 """Seconds after which a run is given up."""
 _KINDS: Final = ("wrong", "double", "lost", "diverged", "fault")
 
+DIRECT: Final = "worker/planes/direct.py"
 RESULTS: Final = "gradserver/engine/data/completion.py"
 COMPLETE: Final = "    present = [contribution for contribution in contributions if contribution.payload is not None]\n"
 """The place where the contributions to some slices are known, and not yet summed."""
@@ -64,7 +65,7 @@ class Change:
 class Mutant:
     """A fault: its name, what it does, the kinds of findings by which it may be found, and the text that makes it.
 
-    It shows when one of ``events`` happens.
+    It shows when one of ``events`` happens, on the ``plane``.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Mutant:
     kinds: tuple[str, ...]
     changes: tuple[Change, ...]
     events: str = _EVENTS
+    plane: str = "auto"
 
 
 def _before_the_sum(text: str) -> Change:
@@ -289,6 +291,25 @@ MUTANTS: Final = (
             ),
         ),
     ),
+    Mutant(
+        "half-averaged",
+        "results of members' reductions are applied before the round is committed, and a void round begins with these",
+        ("wrong", "diverged"),
+        (
+            Change(
+                DIRECT,
+                "        handle = self._worker.push(self._commit.first, ",
+                "        for index, given in self._given.items():\n"
+                "            made = self._result(index, given)\n"
+                "            if made is not None and made is not given.flat:\n"
+                "                given.flat.copy_(made)\n"
+                "        handle = self._worker.push(self._commit.first, ",
+            ),
+            Change(DIRECT, "            flat = given.kept.move()\n", "            given.kept.move()\n"),
+        ),
+        events="kill,midpush",
+        plane="direct",
+    ),
 )
 
 
@@ -299,10 +320,10 @@ def copy(folder: Path) -> None:
         shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=ignored)
 
 
-def run_chaos(folder: Path, events: str) -> dict[str, Any]:
+def run_chaos(folder: Path, events: str, plane: str = "auto") -> dict[str, Any]:
     """Return what chaos says of the copy in ``folder`` when ``events`` happen; under "broken" why it could not run."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events]
+    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events, "--plane", plane]
     try:
         ran = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT
@@ -342,7 +363,7 @@ def main(names: list[str]) -> int:
             try:
                 for change in mutant.changes if mutant else ():
                     change.make(folder)
-                result = run_chaos(folder, mutant.events if mutant else _EVENTS)
+                result = run_chaos(folder, mutant.events, mutant.plane) if mutant else run_chaos(folder, _EVENTS)
                 reason = why_not(mutant, result)
             except PlantError as error:
                 result, reason = {}, f"cannot be planted: {error}"
