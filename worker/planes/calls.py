@@ -270,7 +270,7 @@ class DirectCalls:
             signal.on_interrupt(communicator.give_up)
             body.start(communicator, signal, weights, self._scratch).wait(limit)
             return True
-        except (GradServerError, RuntimeError, TimeoutError) as error:
+        except Exception as error:  # whatever it is, the others are to hear of it
             self._give_up()
             self._scratch.drop()
             if signal.error is None:

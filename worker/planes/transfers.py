@@ -135,7 +135,7 @@ class DirectTransfers:
             data = call.data if call.data.flags.writeable else call.data.copy()
             communicator = pair.joined(offered.epoch, offered.connection, Signal())
             work = communicator.send(torch.from_numpy(data), 1, offered.number)
-        except (GradServerError, RuntimeError) as error:
+        except Exception as error:  # the target says what came
             log.warning("group %r: %s cannot be sent directly: %s", pair.group, call.operation, error)
         came = self._answer_to(call)
         if not came:
@@ -154,7 +154,7 @@ class DirectTransfers:
             receiving = pair.receive(communicator, data, offered.number, signal)
             receiving.wait(_STALL_SECONDS + call.data.size / _SLOWEST_RATE)
             came = True
-        except (GradServerError, RuntimeError, TimeoutError) as error:
+        except Exception as error:  # whatever it is, the others are to hear of it
             came = False
             pair.void(offered.connection)
             if signal.error is None:
