@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +18,9 @@ from torch import nn
 from gradserver import DistributedDataParallel, GradientExchange, LocalCluster
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from tests.cluster import Daemon, coordinator, joined, members, together
+from tests.cluster import Daemon, Program, coordinator, joined, members, together
 from tests.replicas import distance, same
+from tests.test_shard_processes import children_of
 
 STEPS = 4
 HIDDEN = 96
@@ -50,8 +55,11 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor
     optimizer.step()
 
 
-def train_both(worker: Worker) -> dict[str, Any]:
-    """Train a module on each of two overlapping sub-groups, step by step in turns, and one on the parent."""
+def train_both(worker: Worker, strike: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
+    """Train a module on each of two overlapping sub-groups, step by step in turns, and one on the parent.
+
+    The worker in both calls ``strike`` with the number of each step before it takes part in that.
+    """
     me, trained = worker.rank, dict[str, Any]()
     for name, ranks in (("left", [0, 1]), ("right", [1, 2]), ("all", [0, 1, 2])):
         group = worker if name == "all" else worker.subgroup(ranks)
@@ -59,6 +67,8 @@ def train_both(worker: Worker) -> dict[str, Any]:
             wrapped = DistributedDataParallel(model(len(name) if group.rank == 0 else 77), group)
             trained[name] = wrapped, torch.optim.SGD(wrapped.parameters(), 0.1)
     for number in range(STEPS):
+        if len(trained) == 3:
+            strike(number)
         for wrapped, optimizer in trained.values():
             step(wrapped, optimizer, batch(me, number))
     return {name: wrapped.module.state_dict() for name, (wrapped, _) in trained.items()}
@@ -110,6 +120,30 @@ def test_data_shards_have_parts_of_sub_groups_too() -> None:
             return seen
 
         assert together(workers, large) == [[1.0, 3.0], [1.0, 3.0, 3.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("channel", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def test_modules_of_sub_groups_go_on_when_coordinators_and_data_shards_are_killed(channel: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        options = "--workers", "3", "--shards", "2", "--state-dir", str(tmp_path)
+        daemon = stack.enter_context(Daemon(*options))
+        processes: list[Program] = [daemon]
+
+        def strike(number: int) -> None:
+            """Kill something, while the others have begun a step of their first sub-group."""
+            if number == 2:
+                (shard,) = children_of(processes[-1].pid)
+                os.kill(shard, signal.SIGKILL)
+            elif number in (1, 3):
+                processes[-1].send_signal(signal.SIGKILL)
+                processes[-1].end()
+                again = Program("-m", "gradserver", "serve", "--bind", daemon.url, *options)
+                processes.append(stack.enter_context(again))
+
+        workers = stack.enter_context(joined(daemon.url, 3, channel=channel))
+        check_both(together(workers, lambda worker: train_both(worker, strike)))
+        for worker in workers:
+            worker.close()  # while there is a coordinator that hears it
 
 
 def test_a_gradient_exchange_on_a_sub_group() -> None:
