@@ -477,12 +477,16 @@ class Group:
         under_way = (node for node in self.nodes if not node.finished and node.error is None)
         return not any(node.rank >= 0 or node.is_inside for node in under_way)
 
+    def is_founded(self) -> bool:
+        """Return true if all that is needed for the program is there."""
+        return all(len(node.agreements) == len(self.plans) for node in self.nodes)
+
     def run(self) -> None:
         """Run the program, and then let all leave."""
         with running(self.world):
             for rank in range(self.size):
                 self.start(f"w{rank}", rank)
-            self.world.found(lambda: all(len(node.agreements) == len(self.plans) for node in self.nodes))
+            self.world.found(self.is_founded)
             self.world.run(self._is_over)
             self.world.at.clear()
             self.world.along.clear()

@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``parts`` and ``promotions``. The figures are of one core.
+``parts``, ``promotions`` and ``subgroups``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.crash_harness import Trap
 from tests.direct_session_group import DirectGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
+from tests.subgroup_session_group import SubgroupGroup
 
 RATES = ((1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0))
 STEPS = 500
@@ -51,6 +52,22 @@ def script_of_direct_rounds(seed: int) -> DirectGroup:
     for _ in range(chance.randint(0, 6)):
         what = partial(chance.choice(happenings), chance.randint(0, 3))
         group.world.at[chance.randint(0, STEPS)].append(what)
+    return group
+
+
+def script_of_subgroups(seed: int) -> SubgroupGroup:
+    """Make a group with a sub-group for each set of members, and lose all but members."""
+    chance = random.Random(seed)
+    kinds = (Act("round", 0), Act("round", 1), Act("sum", 1))
+    acts = [chance.choice(kinds)._replace(root=chance.randint(0, 5)) for _ in range(chance.randint(2, 6))]
+    program = [act._replace(numel=chance.randint(1, 40)) if act.kind == "sum" else act for act in acts]
+    fuses = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))]
+    group = SubgroupGroup(
+        chance.randint(1, 3), program, seed, chance.choice(RATES), fuses, chance.choice((0.0, 0.0, 0.05))
+    )
+    for _ in range(chance.randint(0, 4)):
+        what = chance.choice((group.break_line, group.break_line, group.world.kill_any_shard))
+        group.world.at[chance.randint(0, 600)].append(partial(what, chance.randint(0, 3)))
     return group
 
 
@@ -109,7 +126,13 @@ def check(group: Group) -> None:
     group.check_entered()
 
 
-KINDS = {"all": script, "direct": script_of_direct_rounds, "parts": script_of_parts, "promotions": script_of_promotions}
+KINDS = {
+    "all": script,
+    "direct": script_of_direct_rounds,
+    "parts": script_of_parts,
+    "promotions": script_of_promotions,
+    "subgroups": script_of_subgroups,
+}
 
 
 def main(seconds: float, seed: int, kind: str = "all") -> None:

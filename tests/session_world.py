@@ -18,20 +18,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from gradserver import reducer
 from gradserver.engine.commands import Reduce
 from gradserver.engine.declared import Kind as RecordKind
-from gradserver.engine.events import Disconnected, NonFinite, Received, Reduced, Sifted
+from gradserver.engine.events import Branched, Disconnected, NonFinite, Received, Reduced, Sifted
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Round
 from gradserver.protocol import wire
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Receiver
 from gradserver.protocol.errors import ClosedError, ConnectionLostError, CoordinatorUnreachableError
-from gradserver.protocol.messages import BePresent, Failure, Message, Place, Scope
+from gradserver.protocol.messages import BePresent, Failure, Message, Place, Scope, Split
 from gradserver.residuals import Residuals
+from gradserver.worker.transport.branches import Branch
 from tests import fibers
 from tests.crash_harness import CrashError, Trap
 from tests.engine_harness import small_slices
@@ -58,6 +59,10 @@ MODULES = tuple(
 """Modules with locks, threads or a clock."""
 
 
+def _process_at(url: str) -> int:
+    return 0 if url == URL else int(url.rpartition(":")[2])
+
+
 @dataclass(eq=False)
 class Line:
     """One connection of a worker to the coordinator (shard 0), or to another shard."""
@@ -70,6 +75,8 @@ class Line:
     shard: int
     up: deque[tuple[Message, list[bytes]]] = field(default_factory=deque)
     receiver: Receiver | None = None
+    base: int = -1
+    """The connection that carries it, if it is a branch."""
     is_open: bool = True
     """False once the process at the other end has no part in it any more."""
     is_gone: bool = False
@@ -88,6 +95,9 @@ class Wire:
         self.owner = world.scheduler.owner
         world.wires.append(self)
         self._reads = False
+        self._branches: dict[int, Branch] = {}
+        self.carried: dict[tuple[int, int], Line] = {}
+        """Connections of branches, by the branch and the shard."""
 
     def attach(self, receiver: Receiver) -> None:
         """Hand messages to ``receiver`` from now on."""
@@ -105,12 +115,12 @@ class Wire:
         line.receiver = receiver
         self.lines.append(line)
 
-    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:
+    def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0, branch: int = 0) -> None:
         """Send a message. If the other end is gone, that is noticed or not."""
         if self._closing:
             raise ClosedError("this worker is closed")
         assert shard < len(self.lines), "a message to a data shard without a connection"
-        line = self.lines[shard]
+        line = self._line_of(branch, shard) if branch else self.lines[shard]
         if line.is_gone and self._world.random.random() < 0.5:
             raise ConnectionLostError("the connection is gone")
         if line.is_open and not line.is_gone:
@@ -125,8 +135,14 @@ class Wire:
         while not self._closing:
             world.scheduler.pause(self._has_news)
             full = [line for line in self.lines if world.harness.waiting.get(line.number)]
+            on_branches = [place for place, line in self.carried.items() if world.harness.waiting.get(line.number)]
             if self._closing:
                 return
+            if on_branches and world.random.random() < 0.5 + 0.5 * (not full):
+                number, shard = world.random.choice(on_branches)
+                message, payloads = world.harness.waiting[self.carried[number, shard].number].popleft()
+                self._branches[number].hear(shard, message, payloads)
+                continue
             error = ConnectionLostError("the connection broke")
             if full:
                 line = world.random.choice(full)
@@ -149,10 +165,10 @@ class Wire:
         waiting = self._world.harness.waiting
         if self._closing:
             return True
-        for line in self.lines:  # noqa: SIM110 (each step asks this, and a generator takes longer)
+        for line in self.lines:
             if line.is_gone or waiting.get(line.number):
                 return True
-        return False
+        return bool(self.carried) and any(waiting.get(line.number) for line in self.carried.values())
 
     def wait(self, done: Any, timeout: float) -> bool:
         """Wait until ``done`` can be taken."""
@@ -165,12 +181,42 @@ class Wire:
 
     give_up = close
 
-    def watch(self, _enough: Callable[[], bool]) -> None: ...
+    def watch(self, _enough: Callable[[], bool], branch: int = 0) -> None: ...
 
     def look(self) -> None: ...
 
-    def branch(self) -> NoReturn:
-        raise AssertionError("no program of these worlds makes sub-groups")
+    # ── branches ──────────────────────────────────────────────────────────────────────────────────────
+
+    def branch(self) -> Branch:
+        """Return a new branch, for a sub-group."""
+        number = len(self._branches) + 1
+        self._branches[number] = Branch(self, number)
+        return self._branches[number]
+
+    def line_to(self, url: str) -> int:
+        """Return the number of the connection to the data shard at ``url``."""
+        found = (number for number, line in enumerate(self.lines) if number and line.process == _process_at(url))
+        number = next(found, None)
+        if number is None:
+            raise ConnectionLostError(f"no connection to {url}")
+        return number
+
+    def drop(self, branch: int) -> None:
+        """Take nothing from this branch any more."""
+        for place in [place for place in self.carried if place[0] == branch]:
+            del self.carried[place]
+
+    def _line_of(self, branch: int, shard: int) -> Line:
+        if (branch, shard) not in self.carried:
+            trunk = self.lines[shard]
+            line = self.carried[branch, shard] = self._world.carry(trunk)
+            line.is_gone, line.is_open = trunk.is_gone, trunk.is_open
+        return self.carried[branch, shard]
+
+    @property
+    def all_lines(self) -> list[Line]:
+        """All connections, those of branches last."""
+        return [*self.lines, *self.carried.values()]
 
     def ask(self, shard: int = 0) -> None: ...
 
@@ -314,23 +360,29 @@ class World:
 
     def connect(self, url: str, shard: int) -> Line:
         """Make a connection."""
-        process = 0 if url == URL else int(url.rpartition(":")[2])
-        line = Line(self.harness.number(), process, self.harness.incarnation, shard)
+        line = Line(self.harness.number(), _process_at(url), self.harness.incarnation, shard)
         self.lines[line.number] = line
+        return line
+
+    def carry(self, trunk: Line) -> Line:
+        """Make a connection that another one carries."""
+        line = Line(self.harness.number(), trunk.process, self.harness.incarnation, trunk.shard, base=trunk.number)
+        if trunk.is_open:
+            self.lines[line.number] = line
         return line
 
     def let_go(self, wire: Wire) -> None:
         """Have the other ends notice that a worker has closed its connections, when they have read what was sent."""
         if wire in self.wires:
             self.wires.remove(wire)
-        for line in wire.lines:
+        for line in wire.all_lines:
             self.harness.waiting.pop(line.number, None)
             self.harness.gone.add(line.number)
             line.is_gone = True
 
     def break_off(self, wire: Wire) -> None:
         """Break connections: any suffix of what is on its way is lost."""
-        for line in wire.lines:
+        for line in wire.all_lines:
             self.cut_off(line)
             for _ in range(self.random.randint(0, len(line.up))):
                 line.up.pop()
@@ -525,7 +577,10 @@ class World:
         """Hand the other end of a line the next message, or the end."""
         if line.up:
             message, payloads = line.up.popleft()
-            self.harness.feed_at(line.process, Received(line.number, message, payloads))
+            event = Received(line.number, message, payloads)
+            self.harness.feed_at(
+                line.process, Branched(line.number, line.base, message) if type(message) is Split else event
+            )
             return
         del self.lines[line.number]
         line.is_open = False

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Lock, Receiver
-from gradserver.protocol.errors import ClosedError
-from gradserver.protocol.messages import Message, Place
+from gradserver.protocol.errors import ClosedError, ConnectionLostError
+from gradserver.protocol.messages import Failure, Message, Place, Scope
 
 
 class Trunk(Protocol):
@@ -67,6 +67,11 @@ class Branch:
         self._receivers: dict[int, Receiver] = {}
         """Receivers by number of the trunk's connection."""
         self._closed = False
+        self._lost: Callable[[ConnectionLostError], None] | None = None
+
+    def when_lost(self, lost: Callable[[ConnectionLostError], None]) -> None:
+        """Call ``lost`` when the other end says that it has lost this branch, or what it needs for it."""
+        self._lost = lost
 
     def attach(self, receiver: Receiver) -> None:
         """Hand messages that arrive from now on to ``receiver``."""
@@ -88,7 +93,10 @@ class Branch:
 
     def hear(self, line: int, message: Message, payloads: Sequence[Buffer]) -> None:
         """Take a message that has come through the trunk's connection ``line``."""
-        if (receiver := self._receivers.get(line)) is not None:
+        is_end = type(message) is Failure and message.scope is Scope.CONNECTION
+        if is_end and message.error == ConnectionLostError.__name__ and self._lost is not None:  # type: ignore[union-attr]
+            self._lost(ConnectionLostError(message.text))  # type: ignore[union-attr]
+        elif (receiver := self._receivers.get(line)) is not None:
             receiver.receive(message, payloads)
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0) -> None:

@@ -7,6 +7,7 @@
     DOWN    … and all this was said                       UP      Standing lets it push
     DOWN    … and that connection breaks, too             DOWN    again from the beginning
     DOWN    no answer to Resume                           DOWN    the parent makes all connections anew
+    any     the other end says that it lost the branch    DOWN    the same
     any     the parent is over, or gives up               CLOSED  with the parent's error
     any     Failure of the connection                     CLOSED  for example LeftOutError
     any     close                                         CLOSED
@@ -99,6 +100,7 @@ class LastingBranch:
         self._lock = threading.Lock()
         self._cuts = 0
         """How often the parent's connection broke."""
+        branch.when_lost(trunk.make_anew)
 
     # ── as any channel ────────────────────────────────────────────────────────────────────────────────
 
@@ -202,6 +204,7 @@ class LastingBranch:
             cuts, before, self._branch = self._cuts, self._branch, branch
         before.close()
         branch.attach(session)
+        branch.when_lost(self._trunk.make_anew)
         resuming = resumption.resume(branch)
         self._check(channel)
         with self._lock:

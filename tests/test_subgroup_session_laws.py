@@ -1,0 +1,108 @@
+"""The law of durable sub-groups with all of the workers' real code: what is lost but members costs no member anything.
+
+Each set of members has a sub-group. Coordinators, data shards and connections are lost at any place of rounds and
+collectives of these and of their parent. All of them have each member in them, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver.protocol.errors import ConnectionLostError
+from gradserver.worker.subgroups import Subgroups
+from gradserver.worker.transport.branches import Branch
+from gradserver.worker.transport.lasting import LastingBranch
+from tests.examples import examples
+from tests.session_group import Act
+from tests.session_scripts import check, script_of_subgroups
+from tests.session_world import real_code
+from tests.subgroup_session_group import SubgroupGroup
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _real_code() -> Iterator[None]:
+    with real_code():
+        yield
+
+
+Happenings = dict[int, list[int]]
+happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=3)
+first, here = st.integers(0, 5), (st.just(0), st.just(False))
+rounds = st.builds(Act, st.just("round"), st.integers(0, 1), first, *here)
+sums = st.builds(Act, st.just("sum"), st.integers(1, 40), first, *here)
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.one_of(rounds, sums), min_size=1, max_size=6),
+    st.lists(st.integers(0, 120), max_size=4),
+    happenings,
+    happenings,
+    st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0)]),
+    st.integers(0, 2**20),
+    st.sampled_from([0.0, 0.0, 0.05]),
+)
+@settings(max_examples=examples(8))
+def test_sub_groups_lose_nothing_with_coordinators_shards_and_connections(
+    size: int,
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    losses: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+    chance: float,
+) -> None:
+    group = SubgroupGroup(size, program, seed, rates, crashes, chance)
+    for happens, what in ((breaks, group.break_line), (losses, group.world.kill_any_shard)):
+        for step, numbers in happens.items():
+            group.world.at[step] += [partial(what, number) for number in numbers]
+    group.run()
+    group.check()
+
+
+def _end_with_the_connection(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Subgroups, "lose_passing", lambda self, _: self.lose(ConnectionLostError("it broke")))
+
+
+def _hear_of_a_lost_shard_as_of_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Branch, "when_lost", lambda *_: None)
+
+
+def _say_nothing_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LastingBranch, "revive", lambda *_: None)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
+    "a sub-group ends with its connection": (_end_with_the_connection, 16),
+    "a sub-group ends as a data shard has lost its coordinator": (_hear_of_a_lost_shard_as_of_the_end, 16),
+    "a member does not resume in its sub-groups": (_say_nothing_anew, 16),
+}
+"""Faults, each with a script that finds it."""
+
+
+def fails(seed: int) -> bool:
+    """Return true if the law does not hold in a script."""
+    try:
+        check(script_of_subgroups(seed))
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, seed = FAULTS[name]
+    plant(monkeypatch)
+    assert any(fails(one) for one in (seed, *range(150))), "the law holds"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_the_law_holds_in_many_scripts(part: int) -> None:
+    for seed in range(100 * part, 100 * (part + 1)):
+        check(script_of_subgroups(seed))
