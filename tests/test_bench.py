@@ -150,7 +150,7 @@ def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
     for row in steps:
         assert row["exposed_s"] == pytest.approx(row["time_s"]["median"] - row["compute_s"])
         assert row["exposed_share"] == pytest.approx(row["exposed_s"] / row["time_s"]["median"])
-        assert row["steps"] == 5  # two of them to warm up
+        assert row["steps"] == 10  # half of them to warm up, as the first two samples
     assert steps[0]["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4)
     assert steps[0]["loss"] == pytest.approx(steps[2]["loss"], rel=1e-2)
     assert 1.0 < steps[0]["loss"] < 6.0
@@ -158,6 +158,17 @@ def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
     for row in overlaps:
         assert row["limit_s"] == max(row["compute_s"], row["exchange_s"])
         assert row["time_s"]["median"] > row["compute_s"]
+
+
+def test_train_compares_planes_and_their_weights_with_torch_s() -> None:
+    small = "--width", "32", "--blocks", "2", "--context", "32"
+    rows = document("train", *small, *QUICK, "--plane", "direct,tcp,shm")["rows"]
+    assert [row["variant"] for row in rows] == ["direct", "tcp", "shm", "torch", "torch"]
+    assert {row["op"] for row in rows} == {"step"}
+    for row in rows[:3]:
+        assert row["steps"] == 10
+        assert row["distance"] <= 1e-6
+    assert "distance" not in rows[3]
 
 
 def test_codecs_says_what_each_takes_loses_and_costs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradserver.arguments import codec
+from gradserver.protocol.planes import WISHES
 from gradserver.tools.bench import arguments as parse
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
     text = "without --rate: channel of the workers, tcp or default"
     _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", text)
+    planes = parse.listed(parse.one_of(*WISHES))
+    text = "planes of the workers, in turns, each with a group of its own; in place of --channel, without the overlap"
+    _option(one, "--plane", planes, None, "NAME,…", text)
     _add_model(one, context="128")
     _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes to exchange during the emulated backward")
 

@@ -262,6 +262,8 @@ def conclusion(rows: Sequence[Row]) -> str:
         sizes = f", {LARGE_BYTES // 10**6} MB and more" if limit in BANDWIDTHS else ""
         said.append(f"it reached {_span(f'{min(shares):.0%}', f'{max(shares):.0%}')} of the limit ({limit}{sizes})")
     lossy = any(row.wire != "fp32" for row in rows)
+    if apart := [row.more["distance"] for row in ours if row.wire == "fp32" and "distance" in row.more]:
+        said.append(f"weights differ from those of torch DDP by at most {max(apart):.1g}")
     exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
     if any(row.op in ("step", "levels") for row in rows):
         exact = "replicas stayed bit-identical"

@@ -20,11 +20,14 @@ _CALIBRATION = 3  # exchanges
 
 
 def train(arguments: argparse.Namespace, session: Session) -> None:
-    """Measure steps of a GPT, then backwards that are emulated by waiting."""
+    """Measure steps of a GPT, then backwards that are emulated by waiting, with exchanges by the coordinator."""
     workers = arguments.workers
     # Hosts that are namespaces share this machine's memory, and must not use it.
     channel = "tcp" if arguments.rate or arguments.channel == "tcp" else ""
     links = tuple(Link(wire, channel) for wire in arguments.wire)
+    if arguments.plane:
+        channel = ""
+        links = tuple(Link(wire, channel, plane) for plane in arguments.plane for wire in arguments.wire)
     with ExitStack() as stack:
         place: Place | None = None
         where = f"{workers} processes {'over TCP ' if channel else ''}on this machine"
@@ -35,6 +38,8 @@ def train(arguments: argparse.Namespace, session: Session) -> None:
         title = f"GPT of {settings.parameters / 1e6:.1f} M parameters, {where}"
         fleet = stack.enter_context(session.fleet(workers, Needs(links), title, place, layout="step"))
         _steps(arguments, session, fleet, links, settings)
+        if arguments.plane:
+            return
         session.section(f"overlap: backward of {arguments.blocks} blocks emulated by waiting, {where}", "overlap")
         _overlap(arguments, session, fleet, links)
 
@@ -59,11 +64,11 @@ def _steps(
     arguments: argparse.Namespace, session: Session, fleet: Fleet, links: tuple[Link, ...], settings: Settings
 ) -> None:
     def contender(name: str, engine: str, link: Link | None = None) -> Contender:
-        options = {"settings": asdict(settings), "engine": engine}
+        options = {"settings": asdict(settings), "engine": engine, "warm": True}
         link = link or Link()
-        return Contender(name, "step", link.wire, link.channel, options)
+        return Contender(name, "step", link.wire, link.channel, options, link.plane)
 
-    ours = [contender(f"gradserver {link.wire}", "ours", link) for link in links]
+    ours = [contender(f"{link.plane or 'gradserver'} {link.wire}", "ours", link) for link in links]
     gloos = [contender("torch fp32", "gloo"), contender("torch bf16", "gloo-bf16")]
     everybody = (*ours, *gloos, contender("alone", "alone"))
     nbytes = settings.parameters * FLOAT_BYTES

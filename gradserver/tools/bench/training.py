@@ -28,7 +28,8 @@ class Step(Contestant):
     """Complete training steps: forward, backward with an exchange, clipping, AdamW.
 
     Options: `settings` of the model, and `engine`: ``ours``, ``gloo``, ``gloo-bf16`` or ``alone``, which trains
-    each replica without an exchange and so measures computing alone.
+    each replica without an exchange and so measures computing alone. With `warm` a step that is not counted comes
+    first: a training finds its own data in the caches.
     """
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
@@ -42,6 +43,8 @@ class Step(Contestant):
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.steps = 0
+        if self.engine == "gloo":
+            _of_torch.append(self)
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.engine == "ours":
@@ -55,6 +58,12 @@ class Step(Contestant):
             vars(hook).update(__name__="bf16_over_gloo", __qualname__="bf16_over_gloo")
             replica.register_comm_hook(None, hook)
         return replica
+
+    def timed(self, count: int) -> float:
+        """Measure steps."""
+        if self.spec.options.get("warm"):
+            self.once()
+        return super().timed(count)
 
     def once(self) -> None:
         """Train one step, on samples that depend only on the step's number and the rank."""
@@ -73,7 +82,14 @@ class Step(Contestant):
         if self.steps:
             found["loss"] = validation_loss(self.model, self.corpus, self.settings)
             found["steps"] = float(self.steps)
+        if self.engine == "ours" and _of_torch and _of_torch[-1].steps == self.steps:
+            found["distance"] = distance(self.model, _of_torch[-1].model)
         return found
+
+    def close(self) -> None:
+        """Forget the replica."""
+        if self in _of_torch:
+            _of_torch.remove(self)
 
 
 class GlooBlocks(Contestant):
@@ -106,6 +122,14 @@ class GlooBlocks(Contestant):
         return {"wrong": count}
 
 
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of two weights at the same place."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+
+
+_of_torch: list[Step] = []
+"""The replica of torch's own wrapper over gloo, of the present case."""
 _corpora: dict[tuple[int, int], Corpus] = {}
 
 
