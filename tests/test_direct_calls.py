@@ -149,6 +149,26 @@ def test_a_call_that_fails_at_one_member_goes_over_the_coordinator_at_all(
     assert len(exchanged) == 3 * (1 + 3), "eight calls rest after the one that failed"
 
 
+def test_a_result_that_one_member_lacks_is_no_other_ones(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = DirectCalls._exchange
+    lacking = [1, 2]
+
+    def without(self: DirectCalls, *arguments: Any) -> bool:
+        assert exchange(self, *arguments)
+        return self._session.membership.rank not in lacking
+
+    monkeypatch.setattr(DirectCalls, "_exchange", without)
+
+    def work(worker: Worker) -> list[float]:
+        tensor, rows = torch.full((1000,), 1.0 + worker.rank), torch.full((5,), float(worker.rank))
+        return [float(worker.all_reduce(tensor, "sum")[7]), *worker.all_gather(rows)[:, 0].tolist()]
+
+    assert together(workers, work) == [[6.0, 0.0, 1.0, 2.0]] * 3
+    assert [DirectCalls.of(worker._session)._voids for worker in workers] == [1, 1, 1]
+
+
 def test_calls_that_differ_are_an_error_with_both_sides(workers: list[Worker], exchanged: list[str]) -> None:
     def differ(worker: Worker) -> None:
         worker.all_reduce(torch.zeros(1000 + worker.rank // 2))
