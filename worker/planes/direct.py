@@ -20,9 +20,9 @@ A round, at one member:
 Results lie in memory of their own until the commit is there, and contributions stay as they are. That is one copy of
 the gradients. So a void round is done again with the same contributions, and nothing of a half is applied.
 
-A pass over the gradients takes as long as some of the exchange. On the direct plane a module's gradients are therefore
-multiplied when they are brought into the bucket, and summed there. What autograd has made is kept until then (`Kept`),
-and ``.grad`` is a view of the result when the round is over. Anything else is copied before and after.
+A pass over the gradients takes as long as some of the exchange. A module's gradients are therefore multiplied when they
+are brought into the bucket, and summed there. What autograd has made is kept until then (`Kept`), and ``.grad`` is a
+view of the result when the round is over. Anything else is copied before and after.
 
 Sums are made by gloo and NCCL, in an order of theirs: all members get the same bits, and another number of members,
 or another library, gives others. The mean is the sum divided by the sum of weights, which the commit's result has. Most
@@ -42,7 +42,6 @@ from torch import Tensor
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, NonFiniteError, RoundVoidError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
-from gradserver.protocol.planes import DIRECT
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.cuda import fetch_whole
@@ -127,9 +126,9 @@ class DirectPlane:
 
     def factor(self, weight: float) -> float | None:
         """Return what a gradient is to be multiplied by if this round is direct and there are other members."""
-        membership, world = self._worker._session.membership, self._worker.world_size
+        world = self._worker.world_size
         is_direct = not self._fallen and (self._signal is not None or self._directs.reduces())
-        if not is_direct or membership.plane != DIRECT or world == 1:
+        if not is_direct or world == 1:
             return None
         return weight / divisor(world)
 

@@ -198,8 +198,9 @@ class Hierarchical:
             self._levels.check_complete()
 
     def divide(self, result: Tensor, weight: float, out: Tensor) -> None:  # noqa: ARG002  (Way's signature)
-        """Copy a mean: the leaders have divided it."""
-        out.copy_(result)
+        """Copy a mean, if it is elsewhere: the leaders have divided it."""
+        if out is not result:
+            out.copy_(result)
 
     # ── other combinations, one step after the other ──────────────────────────────────────────────────
 
