@@ -164,8 +164,9 @@ def test_a_short_storm_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_deaths_of_workers_that_reduce_among_themselves_are_survived(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradserver", "chaos", "--plane", "direct", "--workers", "4", "--seconds", "60"]
+@pytest.mark.parametrize("plane", ["direct", "hierarchical"])
+def test_deaths_of_workers_that_reduce_among_themselves_are_survived(plane: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", "--plane", plane, "--workers", "4", "--seconds", "60"]
     options = ["--events", "kill,midpush", "--every", "1.5", "--kills", "6", "--json", "--keep", str(tmp_path)]
     ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

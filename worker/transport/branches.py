@@ -32,8 +32,8 @@ class Trunk(Protocol):
     def look(self) -> None:
         """Receive what has come in."""
 
-    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Return memory that the coordinator sees too."""
+    def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Return memory that the coordinator may write to."""
 
     def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
         """Return the place of ``data`` in memory that ``shard`` sees too."""
@@ -118,8 +118,12 @@ class Branch:
         self._trunk.look()
 
     def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """Return memory that the coordinator sees too; None if there is none."""
-        return self._trunk.empty(nbytes)
+        """Return memory that the coordinator sees too, and writes results to; None if there is none.
+
+        A durable parent's other memory is sealed for reading. Only a sub-group that is durable itself has its results
+        written elsewhere (`gradserver.worker.transport.lasting`): a sub-group of leaders is not.
+        """
+        return self._trunk.region(nbytes)
 
     def place_of(self, data: npt.NDArray[np.uint8], shard: int = 0) -> Place | None:
         """Return the place of ``data`` in memory that ``shard`` sees too; None if it is elsewhere."""

@@ -59,6 +59,9 @@ class Trunk(Protocol):
     def look(self) -> None:
         """Receive what has come in."""
 
+    def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """Return memory that the coordinator sees too."""
+
     def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Return memory that the coordinator may write to."""
 
@@ -143,7 +146,7 @@ class LastingBranch:
 
     def empty(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Return memory that the coordinator sees too; None if there is none."""
-        return self._branch.empty(nbytes)
+        return self._trunk.empty(nbytes)
 
     def region(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Return memory that the coordinator may write to; None if there is none."""

@@ -182,6 +182,8 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
     wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
     wrongs += report.too_few(result, arguments.least)
+    if arguments.plane != "auto" and not result["ways"].get("direct"):
+        wrongs.append("the workers reduced no round among themselves")
     if result["kills"] < arguments.kills:
         wrongs.append(f"only {result['kills']} workers were killed, fewer than {arguments.kills}")
     view.conclude(result, wrongs, folder)
