@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
     from gradserver.alone import connect as connect
     from gradserver.local import LocalCluster as LocalCluster
+    from gradserver.protocol.balance import (
+        ThroughputTracker as ThroughputTracker,
+        shard_ratios as shard_ratios,
+        shard_sizes as shard_sizes,
+    )
+    from gradserver.protocol.cadence import Cadence as Cadence
     from gradserver.protocol.errors import (
         AbandonedError as AbandonedError,
         BackendUnavailableError as BackendUnavailableError,
@@ -101,6 +107,10 @@ _HOME = {
     "unflatten": "gradserver.worker.torch_ddp.flatten",
     "local_mean": "gradserver.worker.torch_ddp.flatten",
     "BlockShape": "gradserver.worker.torch_ddp.flatten",
+    "ThroughputTracker": "gradserver.protocol.balance",
+    "shard_ratios": "gradserver.protocol.balance",
+    "shard_sizes": "gradserver.protocol.balance",
+    "Cadence": "gradserver.protocol.cadence",
     "shard_batches": "gradserver.worker.data.sharding",
     "DataRanges": "gradserver.worker.data.ranges",
     "ShardSampler": "gradserver.worker.data.sampler",
@@ -115,6 +125,7 @@ __all__ = [
     "AbandonedError",
     "BackendUnavailableError",
     "BlockShape",
+    "Cadence",
     "ClosedError",
     "CollectiveMismatchError",
     "ConnectionLostError",
@@ -156,6 +167,7 @@ __all__ = [
     "SizeMismatchError",
     "StateError",
     "SyncBatchNorm",
+    "ThroughputTracker",
     "UnexpectedMessageError",
     "UnsupportedOperationError",
     "UsageError",
@@ -169,6 +181,8 @@ __all__ = [
     "is_nccl_available",
     "local_mean",
     "shard_batches",
+    "shard_ratios",
+    "shard_sizes",
     "unflatten",
 ]
 

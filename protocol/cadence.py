@@ -1,0 +1,206 @@
+"""Cadence: fast workers compute more batches between two exchanges, so that all are ready at the same time.
+
+The slowest rank computes ``anchor`` batches between two exchanges, and each other rank as many as it can meanwhile. If
+exchanges take too large a part of the time, the anchor grows; if they take little, it shrinks again. The rules are
+those of flodl's ElChe:
+
+    each exchange     ms of a rank      moves towards wall time / batches, faster the farther it is off
+                      overhead          time of the exchange / longest wall time
+                      overhead > target      anchor = ⌈anchor · overhead / target⌉, from the first one to the most
+                      overhead < target / 2  anchor - 1, not below the first one
+                      counts            anchor for the slowest; for others anchor · slowest ms / their ms, rounded
+    calibrated        others' counts change only by more than 10 %, and by at most ``max_batch_diff``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from gradserver.protocol.balance import check_hint, rounded
+from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeError
+
+FIRST_ANCHOR: Final = 10
+OVERHEAD_TARGET: Final = 0.10
+MOST_ANCHOR: Final = 200
+_LEAST_TARGET: Final = 0.01
+_MOST_TARGET: Final = 0.50
+_LEAST_ALPHA: Final = 0.1
+_MOST_ALPHA: Final = 0.8
+_DEAD_ZONE: Final = 0.10
+"""Part of a count by which a new one must differ to take its place, once calibrated."""
+_LEAST_FACTOR: Final = 0.1
+_LEAST_MILLISECONDS: Final = 1e-6
+"""Time of a batch below which it was not measured: a nanosecond."""
+
+
+class Cadence:
+    """Numbers of batches that each rank computes between two exchanges.
+
+    For example, of two ranks the first is twice as fast:
+
+        cadence = gradserver.Cadence(world_size=2, overhead_target=0.5)
+        cadence.record([5_000, 10_000], sync_milliseconds=10)
+        cadence.counts                                  # (20, 10)
+
+    Args:
+        world_size: number of ranks, at least 2.
+        anchor: batches of the slowest rank between two exchanges, at first and at least.
+        overhead_target: part of the time that exchanges may take. It is clamped to 0.01 … 0.50.
+        max_anchor: the largest anchor.
+        max_batch_diff: the most by which a count changes at once, when calibrated; None for no limit.
+        speed_hint: ``(slow_rank, ratio)``: until times are known, each other rank computes ``ratio`` times as many
+            batches as ``slow_rank``.
+
+    Attributes:
+        counts: batches of each rank until the next exchange.
+        anchor: batches of the slowest rank.
+        milliseconds: time of a batch of each rank, smoothed; 0 where nothing was measured.
+        calibrated: true from the first record with times of all ranks.
+
+    Raises:
+        InvalidWorldSizeError: ``world_size`` is below 2.
+        InvalidRankError: ``speed_hint`` names no rank.
+        InvalidArgumentError: another argument is not possible.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        anchor: int = FIRST_ANCHOR,
+        overhead_target: float = OVERHEAD_TARGET,
+        max_anchor: int = MOST_ANCHOR,
+        max_batch_diff: int | None = None,
+        speed_hint: tuple[int, float] | None = None,
+    ) -> None:
+        if world_size < 2:
+            raise InvalidWorldSizeError(f"a cadence is for at least 2 ranks, not {world_size}: one waits for nothing")
+        if anchor < 1:
+            raise InvalidArgumentError(f"anchor must be at least 1, not {anchor!r}")
+        if max_anchor < anchor:
+            raise InvalidArgumentError(f"max_anchor must be at least the anchor of {anchor}, not {max_anchor!r}")
+        if not math.isfinite(overhead_target):
+            raise InvalidArgumentError(f"overhead_target must be a part of the time, not {overhead_target!r}")
+        if max_batch_diff is not None and max_batch_diff < 0:
+            raise InvalidArgumentError(f"max_batch_diff must be at least 0, not {max_batch_diff!r}")
+        self._first, self._most, self._max_batch_diff = anchor, max_anchor, max_batch_diff
+        self.overhead_target = min(max(overhead_target, _LEAST_TARGET), _MOST_TARGET)
+        self.anchor = anchor
+        self.milliseconds = [0.0] * world_size
+        self.calibrated = False
+        self.counts = (anchor,) * world_size
+        if speed_hint is not None:
+            slow, ratio = speed_hint
+            check_hint(world_size, slow, ratio)
+            fast = max(1, rounded(anchor * ratio))
+            self.counts = tuple(anchor if rank == slow else fast for rank in range(world_size))
+
+    def record(
+        self, wall_milliseconds: Sequence[float], sync_milliseconds: float, batches: Sequence[int] | None = None
+    ) -> None:
+        """Note the times since the last exchange, and choose the next counts.
+
+        Args:
+            wall_milliseconds: time in which each rank computed.
+            sync_milliseconds: time of the exchange itself.
+            batches: batches that each rank has computed; None for ``counts``. A rank without any keeps its time.
+
+        Raises:
+            InvalidArgumentError: there is not one number for each rank, or one is negative or not finite.
+        """
+        done = self.counts if batches is None else tuple(batches)
+        self._check(wall_milliseconds, sync_milliseconds, done)
+        for rank, (wall, count) in enumerate(zip(wall_milliseconds, done, strict=True)):
+            if count > 0 and wall / count >= _LEAST_MILLISECONDS:
+                self.milliseconds[rank] = _smoothed(self.milliseconds[rank], wall / count)
+        longest = max(wall_milliseconds)
+        if longest >= _LEAST_MILLISECONDS:
+            self._move_anchor(sync_milliseconds / longest)
+        self._choose()
+
+    def nudge(self, factor: float) -> None:
+        """Make exchanges more frequent: the anchor times ``factor``, 0.1 to 1, rounded up. It never grows.
+
+        Raises:
+            InvalidArgumentError: ``factor`` is not a number.
+        """
+        if math.isnan(factor):
+            raise InvalidArgumentError("the factor of a nudge must be a number from 0.1 to 1, not NaN")
+        before = self.anchor
+        self.anchor = max(1, math.ceil(before * min(max(factor, _LEAST_FACTOR), 1.0)))
+        if self.calibrated:
+            self._choose()
+        else:
+            self.counts = tuple(max(1, rounded(count * self.anchor / before)) for count in self.counts)
+
+    def clamped_total(self, total: int) -> tuple[int, ...]:
+        """Return ``counts`` for at most ``total`` batches of all ranks together, as at the end of an epoch.
+
+        Counts above are scaled down, and rounded down, to at least 1 each. The first ranks get what rounding has left.
+
+        Raises:
+            InvalidArgumentError: ``total`` has less than one batch for each rank.
+        """
+        world, now = len(self.counts), sum(self.counts)
+        if total < world:
+            raise InvalidArgumentError(f"{total} batches are less than one for each of the {world} ranks")
+        if now <= total:
+            return self.counts
+        scaled = [max(1, count * total // now) for count in self.counts]
+        return _with_total(scaled, total)
+
+    def _check(self, wall: Sequence[float], sync: float, batches: Sequence[int]) -> None:
+        world = len(self.counts)
+        for name, values in (("wall_milliseconds", wall), ("batches", batches)):
+            if len(values) != world:
+                raise InvalidArgumentError(f"{name} has one number for each of the {world} ranks, not {len(values)}")
+            for rank, value in enumerate(values):
+                if not (math.isfinite(value) and value >= 0):
+                    raise InvalidArgumentError(f"{name} of rank {rank} must be at least 0 and finite, not {value!r}")
+        if not (math.isfinite(sync) and sync >= 0):
+            raise InvalidArgumentError(f"sync_milliseconds must be at least 0 and finite, not {sync!r}")
+
+    def _move_anchor(self, overhead: float) -> None:
+        if overhead > self.overhead_target:
+            wanted = math.ceil(min(self.anchor * overhead / self.overhead_target, self._most))
+            self.anchor = min(max(wanted, self._first), self._most)
+        elif overhead < self.overhead_target / 2 and self.anchor > self._first:
+            self.anchor -= 1
+
+    def _choose(self) -> None:
+        """Choose the counts for the present anchor, as soon as each rank has a time."""
+        if not all(self.milliseconds):
+            return
+        slowest = max(self.milliseconds)
+        counts = []
+        for before, one in zip(self.counts, self.milliseconds, strict=True):
+            wanted = self.anchor if one == slowest else max(1, rounded(self.anchor * (slowest / one)))
+            counts.append(self._damped(before, wanted) if self.calibrated and one != slowest else wanted)
+        self.counts, self.calibrated = tuple(counts), True
+
+    def _damped(self, before: int, wanted: int) -> int:
+        """Return ``before`` if ``wanted`` is near to it, and else ``wanted`` as far as it may change at once."""
+        if abs(wanted - before) <= _DEAD_ZONE * before:
+            return before
+        if self._max_batch_diff is None:
+            return wanted
+        return min(max(wanted, before - self._max_batch_diff), before + self._max_batch_diff)
+
+
+def _smoothed(before: float, now: float) -> float:
+    """Return the new average time of a batch. The first one counts as it is."""
+    if before == 0:
+        return now
+    alpha = min(max(abs(now - before) / before, _LEAST_ALPHA), _MOST_ALPHA)
+    return alpha * now + (1 - alpha) * before
+
+
+def _with_total(counts: list[int], total: int) -> tuple[int, ...]:
+    """Return counts that add up to ``total``: one more for the first ranks, or less for the largest counts."""
+    for rank in range(max(total - sum(counts), 0)):
+        counts[rank % len(counts)] += 1
+    while sum(counts) > total:  # each rank has at least one, which may be more than its part
+        counts[counts.index(max(counts))] -= 1
+    return tuple(counts)
