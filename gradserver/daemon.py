@@ -21,7 +21,7 @@ import gradserver
 from gradserver.children import SHARD_TOKEN, Children
 from gradserver.engine import Engine
 from gradserver.engine.control.access import Access
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from gradserver.protocol.messages import Enlist
@@ -47,14 +47,14 @@ class Ledger(NamedTuple):
         directory: directory of its files, made if it does not exist.
         sync: seconds between two calls of `fdatasync`; 0 for one behind every round, None for none.
         keep: bytes above which the oldest files are deleted.
-        digests: whether contributions and results are hashed.
+        hashes: which rounds are hashed.
         quota: bytes that one group may write in an hour, rounds not counted; 0 for no limit.
     """
 
     directory: Path
     sync: float | None
     keep: int
-    digests: bool
+    hashes: Hashes
     quota: int = JOURNAL_QUOTA_BYTES
 
 
@@ -101,11 +101,11 @@ def serve(
     own, options = _share_rate(rate, shards)
     entropy = partial(secrets.token_hex, 16)
     with _journal(ledger) as journal:
-        digests = ledger is not None and ledger.digests
+        hashes = Hashes.OFF if ledger is None else ledger.hashes
         incarnation = 0 if journal is None else journal.incarnation
         credit = CREDIT_BYTES if credit is None else credit
         access = Access(groups, entropy(), allow_shards)
-        known: tuple[bool, int, Callable[[str], bool]] = digests, incarnation, lambda token: server.is_lit(token)
+        known: tuple[Hashes, int, Callable[[str], bool]] = hashes, incarnation, lambda token: server.is_lit(token)
         quota = 0 if ledger is None else ledger.quota
         engine = Engine(worlds, credit, entropy, own, *known, access, round_timeout, nonfinite, quota, plane)
         children = Children(lambda: engine.control.roster.enlisted, access.shard_token)

@@ -215,10 +215,11 @@ def _add_ledger_options(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--ledger-hashes",
-        choices=("on", "off"),
+        choices=("on", "off", "all"),
         default=argparse.SUPPRESS,
         help="write digests of contributions and results to the ledger, of every round or of as many rounds as take "
-        "2 %% of the time (default on)",
+        "2 %% of the time (default on). With `all`, the lowest rank also hashes the results of each round that members "
+        "reduce among themselves",
     )
     parser.add_argument(
         "--ledger-keep",
@@ -280,7 +281,7 @@ def _serve_shard(arguments: argparse.Namespace, patience: Patience) -> int:
 
 def _serve(arguments: argparse.Namespace, patience: Patience) -> int:
     from gradserver.daemon import Ledger, serve
-    from gradserver.engine.policy import on_non_finite
+    from gradserver.engine.policy import Hashes, on_non_finite
 
     if arguments.reconnect is not None:
         raise InvalidArgumentError("--reconnect is an option of data shards: it requires --join")
@@ -288,7 +289,7 @@ def _serve(arguments: argparse.Namespace, patience: Patience) -> int:
     ledger = None
     if arguments.state_dir is not None:
         told = {**_OF_LEDGERS, **given}
-        sizes = told["ledger_keep"], told["ledger_hashes"] == "on", told["journal_quota"]
+        sizes = told["ledger_keep"], Hashes(told["ledger_hashes"]), told["journal_quota"]
         ledger = Ledger(Path(arguments.state_dir), told["sync"], *sizes)
     elif given:
         raise InvalidArgumentError(f"{_flag(next(iter(given)))} needs a directory for the ledger: give --state-dir")

@@ -22,7 +22,7 @@ from gradserver.engine.commands import Close, Command, Record, Reduce, Send
 from gradserver.engine.declared import Kind as RecordKind
 from gradserver.engine.events import Disconnected, Event, Restored
 from gradserver.engine.journal_state import Dated, JournalState
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch, Round, RoundRecord, Start
 from gradserver.protocol import messages
 from gradserver.protocol.buffer import Buffer
@@ -94,7 +94,7 @@ class Fused(Harness):
     def begin(self) -> None:
         words = iter(f"secret {number}" for number in range(10**6))
         words_of, runs = lambda: next(words), self.running.__contains__
-        told = self.worlds, self.credit, words_of, None, False, self.incarnation, runs
+        told = self.worlds, self.credit, words_of, None, Hashes.OFF, self.incarnation, runs
         first = self.nonfinite if self.incarnation == 1 else OnNonFinite.HALT  # later ones read it from the record
         self.engine = Engine(*told, nonfinite=first)
 

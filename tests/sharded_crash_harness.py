@@ -15,7 +15,7 @@ from functools import partial
 from gradserver.engine import Engine
 from gradserver.engine.commands import Close, Hire, Record, Reduce, Send
 from gradserver.engine.events import Disconnected, Event, NonFinite, Received, Reduced, Sifted, Tick
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.engine.shard import ShardEngine
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError
@@ -94,7 +94,7 @@ class Processes(Fused):
             self.credit,
             lambda: next(words),
             self.rates[0],
-            False,
+            Hashes.OFF,
             self.incarnation,
             nonfinite=self.nonfinite
             if self.incarnation == 1

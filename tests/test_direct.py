@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import coordinator, joined, members, together
+from tests.cluster import Daemon, coordinator, joined, members, together, wait_until
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, STEPS, WORLD, alone
 from tests.models import Transformer, loss_of, state_of, tokens
 from tests.replicas import ROWS, distance, reference, same, sgd
+from tests.test_ledger import rounds_of
 
 PROGRAM = Path(__file__).with_name("direct_training.py")
 GOES_ON_WITHIN = 3.0 + 4.0
@@ -104,6 +106,29 @@ def test_direct_rounds_give_all_members_the_bits_of_one_mean_as_the_coordinator_
         reduced = together(workers, train)
     assert len(set(direct)) == len(set(reduced)) == 1
     assert torch.allclose(floats(direct[0]), floats(reduced[0]), rtol=0, atol=1e-5)
+
+
+def test_the_ledger_has_digests_of_direct_rounds_if_it_is_to_have_all(tmp_path: Path) -> None:
+    def digests(name: str, hashes: str, backwards: int) -> list[tuple[int, ...]]:
+        path = tmp_path / name
+        with (
+            Daemon("--state-dir", str(path), "--ledger-hashes", hashes) as daemon,
+            joined(daemon.url, 2, channel="tcp", plane="direct") as workers,
+        ):
+            together(workers, partial(train, backwards=backwards))
+            wait_until(lambda: len(rounds_of(path)) == 6, "all rounds are written")
+        return [(*record.inputs, *record.results) for record in rounds_of(path)]
+
+    once, again, other, without = (
+        digests("once", "all", 1),
+        digests("again", "all", 1),
+        digests("other", "all", 2),
+        digests("without", "on", 1),
+    )
+
+    assert once == again
+    assert all(mine and mine != others for mine, others in zip(once, other, strict=True))
+    assert not any(map(any, without))
 
 
 def test_a_reduction_that_fails_at_one_member_sends_its_round_and_some_more_over_the_coordinator(

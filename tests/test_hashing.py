@@ -16,6 +16,7 @@ from gradserver import reducer
 from gradserver.engine import Engine
 from gradserver.engine.commands import RESULT, Contribution, Digests, Record, Reduce
 from gradserver.engine.data.rounds import Hashing
+from gradserver.engine.policy import Hashes
 from gradserver.engine.records import Round
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.digest import MODULUS, digest
@@ -199,7 +200,7 @@ def recorded(harness: Harness, rounds: range, seconds: float) -> list[bool]:
 def test_the_engine_hashes_as_often_as_that_and_only_if_it_is_to() -> None:
     for digests in (True, False):
         harness = Harness()
-        harness.engine = Engine(digests=digests)
+        harness.engine = Engine(hashes=Hashes.ON if digests else Hashes.OFF)
         harness.assemble(2, plan_of(2))
         assert recorded(harness, range(10), 1.0) == [digests] * 10
         assert recorded(harness, range(10, 80), 1e-4)[-32:].count(True) == 2 * digests

@@ -26,7 +26,7 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.data.half import Data
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Branched, Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.engine.reports import Violation
 from gradserver.protocol.limits import CREDIT_BYTES
 from gradserver.protocol.messages import Inquire, Push, Taken
@@ -42,7 +42,7 @@ class Engine:
         credit: bytes that one worker may have in flight.
         entropy: gives text that cannot be guessed; without it no data shards are taken.
         rate: of this process's link in Gbit/s, as others state theirs; None if it is unknown.
-        digests: whether to hash what is summed and what comes out, for the ledger.
+        hashes: which rounds are hashed, for the ledger.
         incarnation: number of coordinators that have begun where this one writes its records; 0 if none are kept.
             Groups are durable if they are.
         runs: whether the process that has a beacon (`gradserver.protocol.beacon`) is known to run, whatever else
@@ -61,7 +61,7 @@ class Engine:
         credit: int = CREDIT_BYTES,
         entropy: Callable[[], str] | None = None,
         rate: float | None = None,
-        digests: bool = False,
+        hashes: Hashes = Hashes.OFF,
         incarnation: int = 0,
         runs: Callable[[str], bool] = lambda _: False,
         access: Access = OPEN,
@@ -70,7 +70,7 @@ class Engine:
         quota: int = 0,
         plane: str = AUTO,
     ) -> None:
-        told = worlds or {}, credit, entropy, rate, digests, incarnation, runs, access, round_timeout, nonfinite
+        told = worlds or {}, credit, entropy, rate, hashes, incarnation, runs, access, round_timeout, nonfinite
         self.control = Control(Registry(*told, quota, plane))
         self.data = Data()
 

@@ -52,6 +52,16 @@ def on_non_finite(name: str) -> OnNonFinite:
         raise InvalidArgumentError(f"gradients that are not finite: expected one of {known}, got {name!r}") from None
 
 
+class Hashes(StrEnum):
+    """Policy about digests of rounds, for the ledger."""
+
+    OFF = "off"
+    ON = "on"
+    """What the coordinator sums is hashed, and what comes out."""
+    ALL = "all"
+    """So are the results of rounds that members reduce among themselves, by one of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lateness:
     """Rule by which a round is closed without stragglers. One of the first three says how many are waited for.

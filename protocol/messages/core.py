@@ -71,6 +71,7 @@ class Welcome(MessageKind):
         plane_reason: why it is that one, as a part of a sentence.
         demanded: true if a worker or the coordinator demands that plane.
         commits: true if modules have a commit beside their gradients, with which a round can be direct.
+        digests: true if a commit has the digest of the results, for the ledger.
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -95,6 +96,7 @@ class Welcome(MessageKind):
     plane_reason: Text = ""
     demanded: Flag = False
     commits: Flag = False
+    digests: Flag = False
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:

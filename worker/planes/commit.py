@@ -1,19 +1,35 @@
-"""The commit of a direct round: its plan, and whether results are finite; else, the marks that name parameters."""
+"""The commit of a direct round: its plan, and whether results are finite; else, the marks that name parameters.
+
+    marks, one for each parameter                digest
+    ┌─────┬─────┬──────────────────────┬─────┐   ┌─────┬─────┬─────┬─────┐
+    │  0  │ nan │          …           │  0  │   │   of the results      │
+    └─────┴─────┴──────────────────────┴─────┘   └─────┴─────┴─────┴─────┘
+
+The digest is that of `gradserver.protocol.digest`, in four numbers of 16 bits. The lowest rank gives it, if the ledger
+wants it. So the ledger's digest of its commit is one of the results.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from gradserver.protocol.digest import digest, places
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import Kind, Op
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.worker.devices.cuda import fetch, fetch_whole
+
+_DIGEST: Final = 4
+"""Elements that have the digest."""
+_BITS: Final = 16
+"""Bits of the digest in each of them: a float32 holds any number of so many."""
 
 
 def commit_plan(plan: Plan) -> Plan:
@@ -25,8 +41,24 @@ def commit_plan(plan: Plan) -> Plan:
     names = [component.name for bucket in gradients for component in bucket.components]
     if len(names) * FLOAT32.itemsize > SLICE_BYTES:
         names = [bucket.key for bucket in gradients]
-    components = tuple(Component(name, (1,)) for name in names) or (Component("round", (1,)),)
+    components = (*(Component(name, (1,)) for name in names), Component("digest", (_DIGEST,)))
     return Plan((Bucket("gradients", FLOAT32, components, kind=Kind.COMMIT),))
+
+
+def sign(plan: Plan, results: Mapping[int, Tensor], commit: Tensor) -> None:
+    """Put the digest of a round's results into its commit.
+
+    Args:
+        plan: the buckets.
+        results: sums, which have yet to be divided, and other results, by the bucket's place in the plan.
+        commit: elements of the commit.
+    """
+    total, begins = 0, places(plan)
+    for place, result in results.items():
+        on_host = result if result.device.type == "cpu" else fetch(result)
+        total += digest(on_host.contiguous().view(torch.uint8).numpy(), begins[place])
+    for number in range(_DIGEST):
+        commit[number - _DIGEST] = (total >> _BITS * number) & ((1 << _BITS) - 1)
 
 
 def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
@@ -35,8 +67,9 @@ def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
     Args:
         plan: the buckets of gradients.
         gave: contributions of this worker, by the bucket's place in the plan.
-        marks: elements of the commit, all zero.
+        marks: elements of the commit, of which none is set.
     """
+    marks = marks[:-_DIGEST]
     means = [place for place, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
     by_parameter = marks.numel() > len(means)
     sizes = {place: plan.buckets[place].sizes if by_parameter else (plan.buckets[place].numel,) for place in means}

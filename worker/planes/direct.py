@@ -13,8 +13,7 @@ A round, at one member:
     VOTING     the commit's result                            (none)     results are copied into the buckets
     VOTING     word that the round is void                    FALLEN     communicators are given up
     any        another error, as a lost coordinator           (none)     it is raised
-    FALLEN     …                                              FALLEN     what was pushed is pushed to the coordinator's
-                                                                         plane, and what is pushed from then on
+    FALLEN     push                                           FALLEN     this and earlier ones go to the coordinator
     FALLEN     `finish`                                       (none)     as the coordinator's plane does
 
 Results lie in memory of their own until the commit is there, and contributions stay as they are. That is one copy of
@@ -46,7 +45,7 @@ from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.cuda import fetch_whole
 from gradserver.worker.handle import Handle
-from gradserver.worker.planes.commit import are_finite, mark
+from gradserver.worker.planes.commit import are_finite, mark, sign
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.flat import divisor
@@ -294,6 +293,9 @@ class DirectPlane:
         overflowed = not self._await_all() and self._find_nonfinite()
         self._checked()
         weight = max((given.weight for given in self._given.values()), default=0.0)
+        if self._worker._session.membership.digests and self._worker.rank == 0:
+            found = ((index, self._result(index, given), given.flat) for index, given in self._given.items())
+            sign(self._plan, {index: own if one is None else one for index, one, own in found}, self._markers)
         marked = bool(torch.count_nonzero(self._markers))
         handle = self._worker.push(self._commit.first, self._markers, weight=weight, present=marked)
         handle.wait(self._timeout)

@@ -12,7 +12,7 @@ from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.planes import Candidate
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.policy import Policy
+from gradserver.engine.policy import Hashes, Policy
 from gradserver.protocol.errors import (
     InvalidRankError,
     InvalidWorldSizeError,
@@ -61,7 +61,14 @@ def new_group(registry: Registry, join: Join) -> Group:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
     account = registry.quotas.account(join.group)
     plane, expires = (AUTO, registry.now + PROBE_SECONDS) if join.group == PROBE_GROUP else (registry.plane, None)
-    return Group(join.group, policy, account, registry.nonfinite, expires=expires, planes=Planes(plane))
+    return Group(
+        join.group,
+        policy,
+        account,
+        registry.nonfinite,
+        expires=expires,
+        planes=Planes(plane, registry.hashes is Hashes.ALL),
+    )
 
 
 def _suits(join: Join, policy: Policy) -> bool:

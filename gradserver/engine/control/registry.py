@@ -13,7 +13,7 @@ from gradserver.engine.control.rounds import is_steady
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Member
 from gradserver.engine.orders import CloseGroup, OpenGroup
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS, PROBE_GROUP, PROBE_WORLD
 from gradserver.protocol.planes import AUTO
@@ -52,7 +52,7 @@ class Registry:
         credit: int,
         entropy: Callable[[], str] | None,
         rate: float | None,
-        digests: bool,
+        hashes: Hashes,
         incarnation: int,
         runs: Callable[[str], bool],
         access: Access = OPEN,
@@ -71,13 +71,13 @@ class Registry:
         self.roster = Roster(entropy, rate, access)
         self.access = access
         self.nonfinite = nonfinite
+        self.hashes = hashes
         self.plane = plane
         self.credit = credit
         self.incarnation = incarnation
         self.runs = runs
         self.round_timeout = round_timeout
         self.ended: dict[str, str] = {}
-        self._digests = digests
         self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
@@ -157,7 +157,7 @@ class Registry:
             shard=shard,
             tokens=tokens,
             needs_all=policy.needs_all,
-            digests=self._digests,
+            digests=self.hashes is not Hashes.OFF,
             backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
             lateness=policy.lateness,
             durable=group.is_durable,

@@ -19,7 +19,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.orders import RemoteOrder, SetPlan
-from gradserver.engine.policy import Lateness, OnNonFinite, Policy
+from gradserver.engine.policy import Hashes, Lateness, OnNonFinite, Policy
 from gradserver.engine.records import (
     Cut,
     Durable,
@@ -168,11 +168,20 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
-    group = Group(name, policy, account, nonfinite, expires=expires, planes=Planes(registry.plane))
+    group = Group(
+        name, policy, account, nonfinite, expires=expires, planes=Planes(registry.plane, registry.hashes is Hashes.ALL)
+    )
     if parent is not None and (made := found.latest(Subgroup)) is not None:
         called = tuple(names.get(place, "") for place in range(len(made.member_ids)))
         origin = Origin(parent.name, made.member_ids, called, parent.timeout, parent.round_timeout)
-        group = Group(name, policy, parent.account, nonfinite, planes=Planes(parent.planes.demanded), origin=origin)
+        group = Group(
+            name,
+            policy,
+            parent.account,
+            nonfinite,
+            planes=Planes(parent.planes.demanded, parent.planes.digests),
+            origin=origin,
+        )
     group.members.restore(names, dict(latest.members), latest.epoch)
     group.planes.restore(found.offers, _choice(found, latest.epoch))
     group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))

@@ -92,7 +92,7 @@ def _make(registry: Registry, parent: Group, message: Split) -> Group:
     policy = policy_of(parent, size)
     called, timeouts = tuple(names[one] for one in ids), (parent.timeout, parent.round_timeout)
     origin = Origin(parent.name, ids, called, *timeouts, leaders=message.leaders)
-    planes = Planes(AUTO if message.leaders else parent.planes.demanded)
+    planes = Planes(AUTO if message.leaders else parent.planes.demanded, parent.planes.digests)
     nonfinite = OnNonFinite.PROPAGATE if message.leaders else parent.nonfinite
     name = _free_name(registry, parent)
     group = Group(name, policy, parent.account, nonfinite, planes=planes, origin=origin)

@@ -46,5 +46,6 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         plane_reason=choice.reason,
         demanded=choice.demanded,
         commits=group.has_commits,
+        digests=group.planes.digests,
         offers=group.planes.offers_of(present),
     )

@@ -20,6 +20,7 @@ class Planes:
 
     Attributes:
         demanded: the plane that the coordinator demands; "auto" if it demands none.
+        digests: whether members hash the results that they reduce among themselves.
         offers: what members and learners can do, by member id.
         choice: the plane in force.
         written: the choice that the journal has.
@@ -27,6 +28,7 @@ class Planes:
     """
 
     demanded: str = AUTO
+    digests: bool = False
     offers: dict[int, Offer] = field(default_factory=dict)
     choice: Choice = field(default_factory=Choice)
     written: Choice = field(default_factory=Choice)
