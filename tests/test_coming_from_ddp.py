@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradserver
 from gradserver import DistributedDataParallel, LocalCluster, Worker
+from gradserver.worker.planes import staging
 from tests.cluster import AMONG_MEMBERS
+from tests.fake_device import FakeDevice, checked
 
 PAGE = Path(gradserver.__file__).resolve().parent.parent / "docs" / "coming-from-ddp.md"
 
@@ -564,6 +566,21 @@ def _in_backward() -> None:
             model(batch(worker.rank)).square().mean().backward()
 
     both(work)
+
+
+@line("CUDA graphs")
+def _captured() -> None:
+    device = FakeDevice()
+    device.is_capturing = True
+
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(network(), worker)
+        with pytest.raises(gradserver.UsageError, match="CUDA graph"):
+            model(batch(worker.rank))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "open_device", lambda _: checked(device))
+        both(work)
 
 
 @line("`isinstance(model, torch.nn.parallel.DistributedDataParallel)`")

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -742,12 +743,18 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
                 assert worker.end() == 0
         daemon.send_signal(signal.SIGTERM)
         assert daemon.end() == 0
-        (complaint,) = [line for line in daemon.complaints() if "cannot write" in line]
-    (file,) = [file for _, file in files_of(tmp_path)]
-    assert f"cannot write {file}: file too large. Training continues" in complaint
-    assert file.stat().st_size <= 8192
-    numbers = [item.record.round for item in items(file) if isinstance(item, Round)]
-    assert numbers == list(range(len(numbers)))
+        complaints = [line for line in daemon.complaints() if "cannot write" in line]
+    # After a second it tries another file, which a slow machine fills, too.
+    written = [file for _, file in files_of(tmp_path)]
+    assert len(complaints) in (len(written), len(written) - 1)
+    for file, complaint in zip(written, complaints, strict=False):
+        assert f"cannot write {file}: file too large. Training continues" in complaint
+    assert all(file.stat().st_size <= 8192 for file in written)
+    numbers = [item.record.round for file in written for item in items(file) if isinstance(item, Round)]
+    steps = [later - earlier for earlier, later in pairwise(numbers)]
+    assert numbers[0] == 0
+    assert min(steps) == 1
+    assert sum(step > 1 for step in steps) < len(written)
     assert 10 < len(numbers) < 300
     with Daemon("--state-dir", str(tmp_path)):
         assert starts_in(tmp_path)[-1] == 2
