@@ -57,7 +57,7 @@ class Hashes(StrEnum):
 
     OFF = "off"
     ON = "on"
-    """What the coordinator sums is hashed, and what comes out."""
+    """Sums of the coordinator are hashed: what goes in, and the result."""
     ALL = "all"
     """So are the results of rounds that members reduce among themselves, by one of them."""
 
