@@ -216,7 +216,7 @@ class LocalCluster:
                 self._release_again = False
                 bases = {inbox.connection: base for inbox, base in list(self._bases.items())}
                 awaited = {bases.get(one, one) for one in self._coordinator.undisturbed(self._awaited)}
-                for worker in [one for one in running.returned if self._is_awaited(one, awaited)]:
+                for worker in [one for one in list(running.returned) if self._is_awaited(one, awaited)]:
                     running.returned.discard(worker)
                     worker.close("its function has returned")
             finally:

@@ -25,7 +25,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.limits import MIN_CREDIT_BYTES
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
-from tests.cluster import PATIENCE, Task
+from tests.cluster import PATIENCE, Task, wait_until
 
 T = TypeVar("T")
 PLAN = simple_plan([("b0", 100), ("b1", 3)], FLOAT32)
@@ -161,6 +161,26 @@ def test_what_a_returned_worker_had_begun_is_done_all_the_same() -> None:
 
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_may_return_while_another_thread_looks_who_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, is_awaited = threading.Event(), LocalCluster._is_awaited
+
+    def slowly(self: LocalCluster, worker: Worker, awaited: set[int]) -> bool:
+        looks.set()
+        running = self._running
+        assert running is not None
+        wait_until(lambda: len(running.returned) == 2, "the other has returned")
+        return is_awaited(self, worker, awaited)
+
+    def work(worker: Worker) -> int:
+        if worker.rank == 1:
+            assert looks.wait(PATIENCE)
+        return worker.rank
+
+    monkeypatch.setattr(LocalCluster, "_is_awaited", slowly)
+    with LocalCluster(2) as cluster:
+        assert cluster.run(work) == [0, 1]
 
 
 @pytest.mark.parametrize("guilty", range(3))
