@@ -66,7 +66,7 @@ def train_alone(wish: Wish) -> Worker:
 
 
 def _offer_of(wish: Wish) -> Offer:
-    """Return what the worker offers. Nobody looks for others in the store of one that is alone."""
+    """Return what the worker offers. A worker that is alone needs no store in which others find it."""
     offer = wish.join.offer._replace(channel=IN_PROCESS)
     stays = offer.plane == AUTO and offer.devices and offer.backends and codec_of(wish.wire) is EXACT
     return offer._replace(plane=DIRECT, store=IN_PROCESS) if stays else offer

@@ -49,7 +49,7 @@ TIMEOUT = 20.0
 """The workers' own timeout, unless a test is about it. It is shorter, so that an error with names comes first."""
 
 AMONG_MEMBERS = [pytest.param(plane, marks=pytest.mark.long) for plane in ("direct", "hierarchical")]
-"""What `members` takes for planes on which members reduce among themselves, as parameters of long tests."""
+"""Names of planes on which members reduce among themselves, as parameters of long tests, for `members`."""
 
 # ── calls in threads ──────────────────────────────────────────────────────────────────────────────────
 

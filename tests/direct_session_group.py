@@ -1,4 +1,4 @@
-"""A group whose members reduce rounds among themselves, with all of the workers' real code above the sockets.
+"""A group of members that reduce rounds among themselves, with all of the workers' real code above the sockets.
 
 A `Fabric` stands for the communicators. A reduction is done for a member when all members of its epoch have given
 theirs. If one of them dies or gives up, the others hear nothing of that from the fabric: as with NCCL, they wait until

@@ -1,4 +1,4 @@
-"""Groups whose workers are on several emulated hosts: threads of this process, each of which says where it is."""
+"""Groups of workers on several emulated hosts: threads of this process, each of which says where it is."""
 
 from __future__ import annotations
 

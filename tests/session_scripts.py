@@ -40,7 +40,7 @@ def script(seed: int) -> Group:
 
 
 def script_of_direct_rounds(seed: int) -> DirectGroup:
-    """Make a group whose members reduce most rounds among themselves."""
+    """Make a group of members that reduce most rounds among themselves."""
     chance = random.Random(seed)
     modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 3))] for _ in range(chance.choice((1, 1, 2)))]
     acts = [_act(chance, len(modules), 0.85) for _ in range(chance.randint(4, 10))]

@@ -93,7 +93,7 @@ class SubgroupGroup(Group):
 
     @property
     def rounds(self) -> int:
-        """How many rounds of the parent the program has."""
+        """Number of the parent's rounds in the program."""
         return sum(act.kind == "round" and not act.numel for act in self.program)
 
     def is_founded(self) -> bool:

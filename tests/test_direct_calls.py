@@ -47,7 +47,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
-    """Three workers, whose small tensors go directly, too."""
+    """Return three workers. Their small tensors go directly, too."""
     monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
     with members("direct", 3) as found:
         yield found

@@ -1,4 +1,4 @@
-"""What collectives do with tensors on a device: by a communicator of one member, and over the coordinator.
+"""Collectives of tensors on a device: by a communicator of one member, and over the coordinator.
 
 One device has one member of NCCL. So each operation of a communicator is tried with one. The CPU's cases rehearse it.
 """

@@ -251,13 +251,19 @@ def test_members_that_are_not_there_yet_have_no_offer_either() -> None:
     assert news.behind(7).offers == (gpu(0), gpu(2))
 
 
-def test_a_learner_is_told_the_plane_that_it_would_bring() -> None:
+def pair_that_lets_others_join() -> Harness:
+    """Return an elastic group of two workers with a device each, which serves learners."""
     made = harness(Policy(1, 3, gather=1.0))
     join(made, 0, gpu(0))
     join(made, 1, gpu(1))
     made.wait(1.0)
     for rank in range(2):
         made.receive(SEATS + rank, Serve())
+    return made
+
+
+def test_a_learner_is_told_the_plane_that_it_would_bring() -> None:
+    made = pair_that_lets_others_join()
 
     join(made, 2, NUMPY, "spot-3")
 
@@ -416,12 +422,7 @@ def test_what_is_restated_gives_the_same_choices() -> None:
 
 def test_what_a_learner_offers_is_written_when_it_contributes_and_is_restated() -> None:
     """Test that a coordinator which is lost before the learner is a member does not take it for one without torch."""
-    made = harness(Policy(1, 3, gather=1.0))
-    join(made, 0, gpu(0))
-    join(made, 1, gpu(1))
-    made.wait(1.0)
-    for rank in range(2):
-        made.receive(SEATS + rank, Serve())
+    made = pair_that_lets_others_join()
     join(made, 2, gpu(2), "spot-3")
     group, effects = made.engine.control.groups["default"], Effects()
     group.learners.by_id[2].enter()

@@ -54,7 +54,7 @@ def test_a_worker_that_is_killed_or_freezes_is_lost_to_all_its_sub_groups(
 @pytest.mark.parametrize("workers_option", ["3", "1:4"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_sub_groups_go_on_with_a_coordinator_that_comes_back(workers_option: str, shards: int, tmp_path: Path) -> None:
-    """Test with a barrier under way, two sub-groups of which one needs nobody else, and rounds of a module."""
+    """Test with two sub-groups that overlap, one with a barrier under way, and the other with calls after each loss."""
     with ExitStack() as stack:
         options = "--workers", workers_option, "--gather", "60", "--state-dir", str(tmp_path), "--shards", str(shards)
         daemon = stack.enter_context(Daemon(*options))

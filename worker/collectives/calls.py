@@ -181,13 +181,7 @@ class Collectives(Transfers):
         operation = operation_of(Kind.ALL_GATHER, Op.NONE, wire_dtype(tensor), numel_of(tensor))
 
         def through() -> Handle[Any]:
-            source = bind(tensor, writes=False)
-            gathered = like(tensor, (self.world_size, *source.shape))
-            bound = bind(gathered, writes=True)
-            if self.world_size == 1:
-                bound.data[:] = source.data
-            rows = into_rows(bound.data.reshape(self.world_size, -1))
-            return self._begin(operation, source.data, rows, bound, gathered, async_op)
+            return self._begin_gathering(operation, tensor, bind(tensor, writes=False), async_op)
 
         return self._run(Call(operation, tensor, through, stream=stream), async_op, timeout)
 
@@ -330,6 +324,15 @@ class Collectives(Transfers):
         handle: Handle[V] = self._session.collective(operation, source, destination, weight, value, background=async_op)
         handle.then(bound.store)
         return handle
+
+    def _begin_gathering(self, operation: Operation, tensor: Any, source: Binding, async_op: bool) -> Handle[Any]:
+        """Begin to stack every member's ``tensor``, the one of ``source``, over the coordinator."""
+        gathered = like(tensor, (self.world_size, *source.shape))
+        bound = bind(gathered, writes=True)
+        if self.world_size == 1:
+            bound.data[:] = source.data
+        rows = into_rows(bound.data.reshape(self.world_size, -1))
+        return self._begin(operation, source.data, rows, bound, gathered, async_op)
 
     def _check_divisible(self, what: str, shape: tuple[int, ...]) -> None:
         if not shape or shape[0] % self.world_size:

@@ -14,7 +14,7 @@ from gradserver.worker.collectives.call import Call, Stream
 from gradserver.worker.collectives.calls import Array, Collectives, S
 from gradserver.worker.collectives.transfers import No, T, Yes
 from gradserver.worker.collectives.uneven import all_to_all_uneven
-from gradserver.worker.collectives.writers import Columns, Rows, into_columns, into_portion, into_rows
+from gradserver.worker.collectives.writers import Columns, Rows, into_columns, into_portion
 from gradserver.worker.handle import Handle, Timeout, seconds
 from gradserver.worker.member.ends import Source
 from gradserver.worker.tensors import bind, like, numel_of, wire_dtype
@@ -93,12 +93,7 @@ class RootedCollectives(Collectives):
             source = bind(tensor, writes=False)
             if root != self.rank:
                 return self._begin(operation, source.data, None, source, None, async_op)
-            gathered = like(tensor, (self.world_size, *source.shape))
-            bound = bind(gathered, writes=True)
-            if self.world_size == 1:
-                bound.data[:] = source.data
-            rows = into_rows(bound.data.reshape(self.world_size, -1))
-            return self._begin(operation, source.data, rows, bound, gathered, async_op)
+            return self._begin_gathering(operation, tensor, source, async_op)
 
         return self._run(Call(operation, tensor, through, root, stream=stream), async_op, timeout)
 

@@ -33,14 +33,16 @@ _REDUCIBLE: Final = (
     *(*_HALVES, *_COMPLEX),
 )
 """Element types that both gloo and NCCL reduce."""
-_REDUCES: Final = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
-_LINEAR: Final = frozenset({Op.MEAN, Op.SUM})
+REDUCES: Final = frozenset({Kind.ALL_REDUCE, Kind.REDUCE_SCATTER})
+"""Kinds that combine tensors."""
+LINEAR: Final = frozenset({Op.MEAN, Op.SUM})
+"""Combinations to which zeros add nothing."""
 
 
 def is_reducible(op: Op, dtype: DType) -> bool:
     """Tell whether members can reduce ``dtype`` with ``op`` among themselves. Of complex numbers only sums are made."""
     kind = getattr(torch, dtype.name, None)
-    return kind in _REDUCIBLE and (kind not in _COMPLEX or op in _LINEAR)
+    return kind in _REDUCIBLE and (kind not in _COMPLEX or op in LINEAR)
 
 
 class Flat(NamedTuple):
@@ -147,7 +149,7 @@ class Body:
     def start(self, group: Communicator, signal: Signal, weights: Sequence[float], scratch: Scratch) -> Reduction:
         """Begin the exchange with the others. ``weights`` are those of all members, by rank."""
         kind, elements = self._call.operation.kind, self._flat.elements
-        if kind in _REDUCES:
+        if kind in REDUCES:
             taken = self._weighed(weights, scratch)
             self._result = taken
             op = self._call.operation.op

@@ -56,10 +56,11 @@ from gradserver.worker.collectives.call import Call, on_stream
 from gradserver.worker.collectives.writers import into_rows
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import watch as stand_in
-from gradserver.worker.planes.bodies import Body, Scratch, is_reducible
+from gradserver.worker.planes.bodies import LINEAR, REDUCES, Body, Scratch, is_reducible
 from gradserver.worker.planes.communicator import Communicator, Signal
 from gradserver.worker.planes.epochs import form, introduce
 from gradserver.worker.planes.lane import Lane
+from gradserver.worker.planes.watch import watch_for_departures
 from gradserver.worker.session import Session
 
 log = logging.getLogger("gradserver")
@@ -70,10 +71,9 @@ LEAST_BYTES_OF_A_HOST: Final = 8 << 20
 """The same for tensors on the CPU, of members that are all on one host, where the coordinator most often is, too."""
 _STALL_SECONDS: Final = 20.0
 _SLOWEST_RATE: Final = 1e6
-"""A call takes too long after `_STALL_SECONDS`, and a second more for so many bytes of each member."""
+"""Bytes a second, for which an exchange has time beside `_STALL_SECONDS`."""
 _REST_CALLS: Final = 8
 _MOST_REST_CALLS: Final = 512
-_REDUCES: Final = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 
 
 class Record(NamedTuple):
@@ -92,20 +92,6 @@ class Record(NamedTuple):
 
 _RECORD: Final = struct.Struct("<QBd")
 _PLACES: Final = {"cpu": 1, "cuda": 2}
-
-
-class Departed(Handle[None]):
-    """A handle that ends the wait for an exchange when it is done."""
-
-    __slots__ = ("_signal",)
-
-    def __init__(self, signal: Signal, timeout: float) -> None:
-        super().__init__(timeout)
-        self._signal = signal
-
-    def _complete(self, error: GradServerError | None = None) -> None:
-        super()._complete(error)
-        self._signal.interrupt(error or MembershipChangedError("a member has departed"))
 
 
 class Outcome(Handle[Any]):
@@ -152,7 +138,7 @@ class DirectCalls:
         is_large = operation.numel * operation.dtype.itemsize >= _least_bytes(here)
         if here.plane != DIRECT or not is_large or len(here.member_ids) == 1:
             return None
-        if operation.kind in _REDUCES and not is_reducible(operation.op, operation.dtype):
+        if operation.kind in REDUCES and not is_reducible(operation.op, operation.dtype):
             return None
         stream = self._stream_for(call)
         with on_stream(stream):
@@ -261,10 +247,10 @@ class DirectCalls:
     def _exchange(self, call: Call, body: Body, weights: Sequence[float]) -> bool:
         """Exchange the tensors with the others. Return false if this member has no result."""
         signal = Signal()
-        watch = Departed(signal, self._session.timeout)
+        watch = watch_for_departures(signal, self._session.timeout)
         self._session.boundaries.watch(watch)
         operation = call.operation
-        limit = _STALL_SECONDS + operation.numel * operation.dtype.itemsize * len(weights) / _SLOWEST_RATE
+        limit = stall_after(operation.numel * operation.dtype.itemsize * len(weights))
         try:
             communicator = self._joined(body.device, signal)
             signal.on_interrupt(communicator.give_up)
@@ -309,6 +295,11 @@ def _least_bytes(here: Welcome) -> int:
     return LEAST_BYTES_OF_A_HOST if one_host and backend_of(here.offers) == GLOO else LEAST_BYTES
 
 
+def stall_after(nbytes: int) -> float:
+    """Return the seconds after which an exchange of so many bytes takes too long."""
+    return _STALL_SECONDS + nbytes / _SLOWEST_RATE
+
+
 def renamed(error: GradServerError, told: Operation, operation: Operation) -> GradServerError:
     """Return ``error`` about ``told`` as one about ``operation``, for which that was said."""
     return type(error)(error.message.replace(str(told), str(operation)), **error.fields)
@@ -326,7 +317,7 @@ def _agree(records: Sequence[Record]) -> bool:
 
 def _counts(operation: Operation, weights: Sequence[float]) -> bool:
     """Tell whether each member's contribution counts, or adds nothing: only to a sum zeros do so."""
-    return operation.op in (Op.MEAN, Op.SUM) or all(weights)
+    return operation.op in LINEAR or all(weights)
 
 
 def _follow(handle: Handle[Any], stream: Any, beside: bool) -> None:

@@ -49,7 +49,7 @@ from gradserver.worker.planes.commit import are_finite, mark, sign
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.flat import divisor
-from gradserver.worker.planes.given import NO_DATA, DirectOutcome, Given
+from gradserver.worker.planes.given import NO_DATA, DirectOutcome, Given, weight_of
 from gradserver.worker.planes.plane import Kept, Outcome, Pending, Plane, Way
 from gradserver.worker.planes.watch import Watch
 
@@ -292,7 +292,7 @@ class DirectPlane:
         self._markers.zero_()
         overflowed = not self._await_all() and self._find_nonfinite()
         self._checked()
-        weight = max((given.weight for given in self._given.values()), default=0.0)
+        weight = weight_of(self._given.values())
         if self._worker._session.membership.digests and self._worker.rank == 0:
             found = ((index, self._result(index, given), given.flat) for index, given in self._given.items())
             sign(self._plan, {index: own if one is None else one for index, one, own in found}, self._markers)
@@ -351,7 +351,7 @@ class DirectPlane:
         own = mark(self._plan, contributions, self._markers)
         if self._worker._session.membership.nonfinite != "leave-out":
             return True
-        weight = max((given.weight for given in self._given.values()), default=0.0)
+        weight = weight_of(self._given.values())
         self._checked_way().open(0.0 if own else weight, self._checked())
         for index in self._ordered:
             given = self._given[index]

@@ -47,7 +47,7 @@ class Directs:
     rests_until: int = 0
     """The first round of this epoch that may be direct again."""
     joint: Communicator | Levels | None = None
-    """How members are connected, once they are."""
+    """Connections of the members, once there are some."""
     ways: dict[int, Way] = field(default_factory=dict)
     """The way of each module, by the number of its commit."""
     devices: set[torch.device] = field(default_factory=set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -25,6 +26,11 @@ class Given(NamedTuple):
     present: bool
     copy: Tensor | None
     kept: Kept | None
+
+
+def weight_of(given: Iterable[Given]) -> float:
+    """Return the weight of a member in a round: that of its contributions. It is 0 without any."""
+    return max((one.weight for one in given), default=0.0)
 
 
 @dataclass

@@ -19,7 +19,7 @@ earlier ones are on their way. Other combinations take the same steps one by one
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,10 @@ from gradserver.protocol.plan import Plan
 from gradserver.worker.collectives.call import on_stream
 from gradserver.worker.planes.communicator import Reduction, Signal
 from gradserver.worker.planes.flat import ARRIVED, Arrived, divisor
+from gradserver.worker.planes.given import NO_DATA
 from gradserver.worker.planes.levels import Levels
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.planes.tasks import Done
-
-_NO_DATA: Final = 1e-200
-"""Weights below stand for a host without a sample, as in `gradserver.worker.planes.direct`."""
 
 
 class _Mean:
@@ -153,7 +151,7 @@ class Hierarchical:
         if summed is not None:
             summed.wait(self._timeout)
         weight = float(self._weight)
-        present = weight >= _NO_DATA
+        present = weight >= NO_DATA
         with on_stream(self._upwards.of(weighed)):
             if present and (total := weight / divisor(self._world)) != 1.0:
                 weighed.div_(total)

@@ -37,19 +37,17 @@ from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import ANSWER_TAG, Kind, Op, operation_of
 from gradserver.worker.collectives.call import Passing
 from gradserver.worker.handle import Handle
-from gradserver.worker.planes.calls import Departed, Outcome, digest_of, renamed
+from gradserver.worker.planes.calls import Outcome, digest_of, renamed, stall_after
 from gradserver.worker.planes.communicator import Signal, in_background
 from gradserver.worker.planes.lane import Lane
 from gradserver.worker.planes.pairs import Pair
+from gradserver.worker.planes.watch import watch_for_departures
 from gradserver.worker.session import Session
 
 log = logging.getLogger("gradserver")
 
 LEAST_BYTES: Final = 4 << 20
 """Bytes of a transfer below which it goes over the coordinator. Both ends go by it in all memberships."""
-_STALL_SECONDS: Final = 20.0
-_SLOWEST_RATE: Final = 1e6
-"""A transfer takes too long after `_STALL_SECONDS`, and a second more for so many bytes."""
 _OFFER: Final = struct.Struct("<QQII")
 
 
@@ -130,29 +128,29 @@ class DirectTransfers:
 
     def _give(self, call: Passing, pair: Pair, offered: Offered) -> bool:
         """Send the bytes, and hear whether they have come. What the target says counts, whatever happens here."""
-        work: object = None
+        under_way: list[object] = []
         try:
             data = call.data if call.data.flags.writeable else call.data.copy()
             communicator = pair.joined(offered.epoch, offered.connection, Signal())
-            work = communicator.send(torch.from_numpy(data), 1, offered.number)
+            under_way.append(communicator.send(torch.from_numpy(data), 1, offered.number))
         except Exception as error:  # the target says what came
             log.warning("group %r: %s cannot be sent directly: %s", pair.group, call.operation, error)
         came = self._answer_to(call)
         if not came:
             pair.void(offered.connection)
-            in_background(_forget, "forget", [work])  # it may wait for what was given up
+            in_background(under_way.clear, "forget")  # it may wait for what was given up
         return came
 
     def _take(self, call: Passing, pair: Pair, offered: Offered) -> bool:
         """Receive the bytes, and say whether they have come."""
         signal, session = Signal(), self._session
-        watch = Departed(signal, session.timeout)
+        watch = watch_for_departures(signal, session.timeout)
         session.boundaries.watch(watch)
         data = torch.empty(call.data.size, dtype=torch.uint8)
         try:
             communicator = pair.joined(offered.epoch, offered.connection, signal)
             receiving = pair.receive(communicator, data, offered.number, signal)
-            receiving.wait(_STALL_SECONDS + call.data.size / _SLOWEST_RATE)
+            receiving.wait(stall_after(call.data.size))
             came = True
         except Exception as error:  # whatever it is, the others are to hear of it
             came = False
@@ -191,10 +189,6 @@ class DirectTransfers:
     def _give_up(self) -> None:
         for pair in self._pairs.values():
             pair.give_up()
-
-
-def _forget(kept: list[object]) -> None:
-    kept.clear()
 
 
 _of_session: WeakKeyDictionary[Session, DirectTransfers] = WeakKeyDictionary()

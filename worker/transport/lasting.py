@@ -102,7 +102,7 @@ class LastingBranch:
         self._closing = False
         self._lock = threading.Lock()
         self._cuts = 0
-        """How often the parent's connection broke."""
+        """Number of times that the parent's connection broke."""
         branch.when_lost(trunk.make_anew)
 
     # ── as any channel ────────────────────────────────────────────────────────────────────────────────

@@ -2,8 +2,8 @@
 
 A sub-group is a group like any other. It has rounds, plans, epochs, credit and a ledger of its own. Each of its members
 has a connection for it, a *branch*, which the member's first connection carries. So the death of a process ends all of
-them. Only its beginning is special: members of one parent ask for it (`Split`), and nobody else can come to it. It is
-durable if its parent is. Its members then resume in it, each for itself, on a branch of the connection on which they
+them. Only its beginning is special: members of one parent ask for it (`Split`), and no other worker can come to it. It
+is durable if its parent is. Its members then resume in it, each for itself, on a branch of the connection on which they
 have resumed in the parent. It uses the data shards of the parent, also those that take a lost one's place.
 
     state    event                                        next     what happens

@@ -48,7 +48,7 @@ class Report(NamedTuple):
     at: float
     gave: bool = True
     way: str = ""
-    """How the round went, if workers may reduce among themselves: "direct", "void" or "coordinator"."""
+    """Way of the round, if workers may reduce among themselves: "direct", "void" or "coordinator"."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Report:
