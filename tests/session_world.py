@@ -518,6 +518,7 @@ class World:
         due = harness.next_deadline() if self.is_down_until < 0 else None
         if due is not None and due <= self.now:
             harness.wait(0.0)
+        self._note()  # from a connection that these have closed nothing is read any more
         choices = self._choices()
         if choices:
             self.random.choice(choices)()

@@ -12,7 +12,9 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.protocol.errors import ConnectionLostError
+from gradserver.protocol.errors import ConnectionLostError, UnexpectedMessageError
+from gradserver.protocol.messages import Failure, Message, Scope
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.worker.subgroups import Subgroups
 from gradserver.worker.transport.branches import Branch
 from gradserver.worker.transport.lasting import LastingBranch
@@ -20,7 +22,7 @@ from tests.examples import examples
 from tests.session_group import Act
 from tests.session_scripts import check, script_of_subgroups
 from tests.session_world import real_code
-from tests.subgroup_session_group import SubgroupGroup
+from tests.subgroup_session_group import SubgroupGroup, SubgroupNode
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,6 +101,36 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     plant, seed = FAULTS[name]
     plant(monkeypatch)
     assert any(fails(one) for one in (seed, *range(150))), "the law holds"
+
+
+@pytest.mark.parametrize("seed", [493])
+def test_the_law_holds_in_scripts_in_which_it_did_not(seed: int) -> None:
+    check(script_of_subgroups(seed))
+
+
+def test_a_sub_group_that_has_ended_says_nothing_on_later_connections() -> None:
+    group = SubgroupGroup(2, [Act("round", 0)] * 6, 1, (1.0, 1.0), (), 0.0)
+    ended, resumed = list[str](), list[str]()
+
+    def end() -> None:
+        node = group.nodes[0]
+        assert isinstance(node, SubgroupNode)
+        (worker,) = [sub.worker for sub in node.subs if sub.ranks == (0, 1)]
+        worker._session.receive(Failure.of(UnexpectedMessageError("it is over"), Scope.CONNECTION), ())
+        assert worker.closed
+        ended.append(worker._session.membership.group)
+        group.break_line(0)
+
+    def overhear(owner: object, message: Message, _: list[bytes]) -> None:
+        if owner is group.nodes[0] and isinstance(message, Resume):
+            resumed.append(message.group)
+
+    group.world.at[20].append(end)
+    group.world.overhear = overhear
+    group.run()
+    group.check()
+    assert len(resumed) == 2
+    assert ended[0] not in resumed
 
 
 @pytest.mark.long

@@ -163,7 +163,8 @@ class LastingBranch:
         self._clock.run_on()
 
     def put_out_beacon(self) -> None:
-        """End what waits for a membership that is over. The beacon is the parent's."""
+        """End what waits for a membership that is over, and resume in it no more. The beacon is the parent's."""
+        self._release(self)
         self.interrupt(ClosedError("this sub-group is over"))
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
