@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         shard_sizes as shard_sizes,
     )
     from gradserver.protocol.cadence import Cadence as Cadence
+    from gradserver.protocol.convergence import ConvergenceGuard as ConvergenceGuard
     from gradserver.protocol.errors import (
         AbandonedError as AbandonedError,
         BackendUnavailableError as BackendUnavailableError,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from gradserver.worker.data_parallel.wrapper import DataParallel as DataParallel
     from gradserver.worker.handle import Handle as Handle
     from gradserver.worker.job.job import Job as Job
+    from gradserver.worker.local_sgd.wrapper import LocalSGD as LocalSGD
     from gradserver.worker.offer import is_nccl_available as is_nccl_available
     from gradserver.worker.torch_ddp.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
@@ -99,6 +101,7 @@ _HOME = {
     "Handle": "gradserver.worker.handle",
     "DistributedDataParallel": "gradserver.worker.torch_ddp.ddp",
     "DataParallel": "gradserver.worker.data_parallel.wrapper",
+    "LocalSGD": "gradserver.worker.local_sgd.wrapper",
     "SyncBatchNorm": "gradserver.worker.torch_ddp.batchnorm",
     "convert_sync_batchnorm": "gradserver.worker.torch_ddp.batchnorm",
     "Job": "gradserver.worker.job.job",
@@ -111,6 +114,7 @@ _HOME = {
     "shard_ratios": "gradserver.protocol.balance",
     "shard_sizes": "gradserver.protocol.balance",
     "Cadence": "gradserver.protocol.cadence",
+    "ConvergenceGuard": "gradserver.protocol.convergence",
     "shard_batches": "gradserver.worker.data.sharding",
     "DataRanges": "gradserver.worker.data.ranges",
     "ShardSampler": "gradserver.worker.data.sampler",
@@ -129,6 +133,7 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatchError",
     "ConnectionLostError",
+    "ConvergenceGuard",
     "CoordinatorError",
     "CoordinatorStoppedError",
     "CoordinatorUnreachableError",
@@ -152,6 +157,7 @@ __all__ = [
     "LeftOutError",
     "LimitExceededError",
     "LocalCluster",
+    "LocalSGD",
     "MalformedMessageError",
     "Membership",
     "MembershipChangedError",

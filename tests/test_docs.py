@@ -126,10 +126,10 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
         check(line)
 
 
-def test_there_are_three_scripts_and_the_readme_has_the_beginning_of_one() -> None:
+def test_there_are_four_scripts_and_the_readme_has_the_beginning_of_one() -> None:
     shown = scripts()
     begun = shown.pop("README.md")
-    assert set(shown) == {"docs/one-process.md", "docs/jobs-and-data.md", "docs/training.md"}
+    assert set(shown) == {"docs/one-process.md", "docs/jobs-and-data.md", "docs/modes.md", "docs/training.md"}
     assert shown["docs/training.md"].startswith(begun)
 
 
@@ -149,6 +149,11 @@ def test_scripts_train(name: str, tmp_path: Path) -> None:
         weights = [worker.expect("weights ", timeout=60) for worker in workers]
         assert [worker.end() for worker in workers] == [0, 0]
     assert weights[0] == weights[1]
+
+
+def test_the_script_of_modes_trains() -> None:
+    """Run the blocks of the page, each with a cluster of its own."""
+    exec(compile(scripts()["docs/modes.md"], "docs/modes.md", "exec"), {})
 
 
 def test_the_script_of_one_process_trains() -> None:

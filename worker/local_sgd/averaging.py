@@ -1,0 +1,271 @@
+"""The exchanges of local SGD at one worker: fragments are sent and taken, and the group's weights move.
+
+    event                            what the mean is for
+    ───────────────────────────────  ────────────────────────────────────────────────────────────────────
+    any member's schedule sends it   a gradient of the outer optimizer
+    all send it before it is due     the group's weights change by it: `sync`, the end of a block of `join`
+    no member counts                 nothing: the end of a block of `join`
+    the round is skipped             nothing, and parameters become the group's weights
+
+The mean says itself which of these it is: its first bucket is the largest of what members say. So all agree, whatever
+each one is doing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradserver.protocol.convergence import ConvergenceGuard, next_interval
+from gradserver.protocol.errors import OutOfStepError
+from gradserver.protocol.plan_codecs import with_named_codecs
+from gradserver.worker.client import Worker
+from gradserver.worker.local_sgd.fragments import Fragment
+from gradserver.worker.local_sgd.outer import description
+from gradserver.worker.local_sgd.schedule import Schedule
+from gradserver.worker.planes.staging import Staging
+from gradserver.worker.tree import Tree
+
+_NO_STEPS: Final = 1e-300
+"""Weight of a worker without a step since the last exchange. With 0 it would say that it has no more batches."""
+
+
+class Averaging:
+    """The exchanges of one module. Constructing it agrees on the fragments with all other workers.
+
+    Args:
+        worker: the worker.
+        fragments: the parts of the module.
+        schedule: when each is sent and taken.
+        outer: the outer optimizer, of the group's weights.
+        mixing: part of the worker's own parameters when a mean is taken.
+        longest: the longest interval; None if it stays.
+        timeout: seconds that one exchange may wait for others; None for the worker's.
+        wire: formats of buckets, by key.
+
+    Attributes:
+        ended: exchanges without any batch since a block of `join` began: each ends one.
+        guard: guard of the interval.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        fragments: list[Fragment],
+        schedule: Schedule,
+        outer: Optimizer,
+        mixing: float,
+        longest: int | None,
+        timeout: float | None,
+        wire: Mapping[str, str],
+    ) -> None:
+        self._worker = worker
+        self._fragments = fragments
+        self._schedule = schedule
+        self._outer = outer
+        self._mixing = mixing
+        self._first, self._longest = schedule.every, longest
+        self.guard = ConvergenceGuard()
+        self.ended = 0
+        self._spent = 0.0
+        """The sum of this worker's weights so far."""
+        self._broken = ""
+        """The error that broke the exchange."""
+        self._waited, self._since = 0.0, time.monotonic()
+        self._change = [0.0, 0.0]
+        """Sums of squares of changes and of weights, over the fragments of this interval."""
+        self._listeners: list[Callable[[], object]] = []
+        self._inner: Optimizer | None = None
+        self._ways = [self._agree(one, wire, timeout) for one in fragments]
+
+    def _agree(self, fragment: Fragment, wire: Mapping[str, str], timeout: float | None) -> Staging:
+        own = {bucket.key for bucket in fragment.plan.buckets}
+        plan = with_named_codecs(
+            fragment.proposal(description(self._outer)), {key: name for key, name in wire.items() if key in own}
+        )
+        agreement = self._worker.agree_beside(plan, timeout)
+        way = Staging(self._worker, agreement, timeout)
+        fragment.agreed(agreement.plan, way.new_memory)
+        return way
+
+    def on_boundary(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` after each exchange, before the next one begins."""
+        self._listeners.append(listener)
+
+    def steps_with(self, inner: Optimizer | None) -> None:
+        """Note the inner optimizer, which keeps nothing of parameters that became NaN."""
+        self._inner = inner
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def step(self, weight: float) -> None:
+        """Count a step of the inner optimizer with this ``weight``, and exchange what is due."""
+        self._check()
+        self._schedule.step()
+        self._spent += weight
+        if self._schedule.takes:
+            self._take(self._mixing)
+        if self._schedule.sends:
+            self._send(due=True)
+            if self._schedule.takes:
+                self._take(self._mixing)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Average all fragments now."""
+        self._check()
+        self._arrive()
+        for _ in self._fragments:
+            self._send(due=False)
+            self._take(0.0)
+
+    def begin_block(self) -> None:
+        """Begin a block of `join`."""
+        self.ended = max(self.ended - 1, 0)
+
+    @torch.no_grad()
+    def replay(self) -> bool:
+        """Take part in an exchange with what was not exchanged yet. Return false if no member has a batch any more."""
+        self._check()
+        self._arrive()
+        self._send(due=False, leaves=True)
+        if self._take(0.0):
+            return True
+        self.ended += 1
+        for fragment in self._fragments:
+            fragment.merge(0.0)
+        return False
+
+    # ── one exchange ──────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self) -> None:
+        if self._broken:
+            raise OutOfStepError(f"{self._broken}. This replica is out of step: close the worker and start again")
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Count the time in here as waiting, and break the exchange by any error."""
+        began = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"an exchange failed ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self._waited += time.monotonic() - began
+
+    def _arrive(self) -> None:
+        """Take the fragment that is on its way, if there is one."""
+        if self._schedule.under_way:
+            self._take(self._mixing)
+
+    def _send(self, due: bool, leaves: bool = False) -> None:
+        """Send the next fragment: as it is ``due``, or before. A worker that ``leaves`` has no more batches."""
+        number = self._schedule.fragment
+        fragment, way = self._fragments[number], self._ways[number]
+        weight = fragment.spend(self._spent)
+        present = weight > 0
+        with self._exchanging():
+            way.before_forward()
+            fragment.pack(due, self._rest())
+            for index, memory in enumerate(fragment.memories):
+                way.note_writer(index, memory.device)
+                way.push(index, memory, weight if leaves else max(weight, _NO_STEPS), present or index == 0)
+        self._schedule.sent()
+
+    def _take(self, mixing: float) -> bool:
+        """Take the mean of the fragment that is on its way. Return whether any member had a batch."""
+        number = self._schedule.fragment
+        fragment = self._fragments[number]
+        with self._exchanging():
+            anybody = self._ways[number].finish()[0].weight > 0
+            if anybody and not self._worker.skipped:
+                self._update(fragment)
+            spoilt = self._worker.skipped or self._worker.left_out
+            fragment.merge(0.0 if spoilt else mixing)
+            if spoilt:
+                self._renew(fragment)
+        self._schedule.taken()
+        if number == len(self._fragments) - 1 and anybody:
+            self._end_interval(fragment.rest)
+        for listener in self._listeners:
+            listener()
+        return anybody
+
+    def _update(self, fragment: Fragment) -> None:
+        """Move the group's weights by the mean."""
+        if self._longest is not None:
+            change, weights = fragment.squares()
+            self._change[0] += change
+            self._change[1] += weights
+        fragment.take_buffers()
+        if fragment.due:
+            fragment.take_gradients()
+            self._outer.step()
+            fragment.drop_gradients()
+        else:
+            fragment.average()
+
+    def _renew(self, fragment: Fragment) -> None:
+        """Forget what the inner optimizer keeps of parameters if it is not finite: no later step would be."""
+        state = {} if self._inner is None else self._inner.state
+        for part in fragment.parts:
+            kept = [one for one in state.get(part.local, {}).values() if isinstance(one, Tensor)]
+            if not all(bool(one.isfinite().all()) for one in kept):
+                del state[part.local]
+
+    def _rest(self) -> float:
+        """Return the part of the time of this interval in which this worker has not waited."""
+        elapsed = time.monotonic() - self._since
+        return max(1.0 - self._waited / elapsed, 0.0) if elapsed > 0 else 1.0
+
+    def _end_interval(self, rest: float) -> None:
+        """Choose the next interval. The largest ``rest`` of all is that of the slowest worker, which waits least."""
+        self._waited, self._since = 0.0, time.monotonic()
+        change, self._change = self._change, [0.0, 0.0]
+        if self._longest is None:
+            return
+        if change[1] > 0:
+            self.guard.record(math.sqrt(change[0] / change[1]))
+        every = next_interval(self._schedule.every, 1.0 - rest, self._first, self._longest, self.guard)
+        self._schedule.set_every(every)
+
+    # ── state ─────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def begin_from_module(self) -> None:
+        """Take the module's parameters for the group's weights."""
+        for fragment in self._fragments:
+            fragment.begin(self._spent)
+
+    def state(self) -> Tree:
+        """Return the group's weights that are wider than their parameters, the outer optimizer, and the schedule."""
+        return {
+            "round": self._schedule.round,
+            "every": self._schedule.every,
+            "changes": list(self.guard.changes),
+            "wide": {name: weight for fragment in self._fragments for name, weight in fragment.wide().items()},
+            "optimizer": self._outer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Tree) -> None:
+        """Take what `state` has returned, here or at another member. The module has its parameters already."""
+        self.begin_from_module()
+        for fragment in self._fragments:
+            for name, weight in fragment.wide().items():
+                weight.copy_(state["wide"][name])
+        self._outer.load_state_dict(state["optimizer"])
+        if self._longest is not None:
+            self._schedule.set_every(state["every"])
+        self._schedule.go_on_from(state["round"])
+        self.guard = ConvergenceGuard(state["changes"])
+        self._waited, self._since = 0.0, time.monotonic()
