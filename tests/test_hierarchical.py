@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +12,16 @@ import torch
 from torch import nn
 
 from gradserver.protocol.errors import NonFiniteError
+from gradserver.protocol.limits import MIB, SLICE_BYTES
 from gradserver.status import fetch
 from gradserver.worker.client import Worker
+from gradserver.worker.planes import pieces
+from gradserver.worker.planes.communicator import Communicator, Reduction, Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.levels import Levels
+from gradserver.worker.planes.pieces import Pieces, cut
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import coordinator, joined, members, together
+from tests.cluster import TIMEOUT, coordinator, joined, members, together
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, VICTIM, WORLD, alone
 from tests.hosts import hosted
@@ -25,6 +30,8 @@ from tests.test_direct import GOES_ON_WITHIN, PROGRAM, floats, train
 
 WIDE = 256
 """Width of a layer with more than the 64 KiB from which on a wire format counts."""
+LARGE = 800
+"""Width of a layer with 2 MiB and some, of which the last slice is a short one."""
 
 
 @pytest.mark.parametrize(
@@ -47,20 +54,65 @@ def test_members_of_several_hosts_get_the_bits_of_one_mean_as_the_coordinator_gi
     assert torch.allclose(floats(leveled[0]), floats(reduced[0]), rtol=0, atol=1e-5)
 
 
-def step(worker: Worker, steps: int = 4) -> torch.Tensor:
+def step(worker: Worker, steps: int = 4, wide: int = WIDE) -> torch.Tensor:
     """Train a layer that is large enough for a wire format. Return its weights."""
-    layer = nn.Linear(WIDE, WIDE, bias=False)
+    layer = nn.Linear(wide, wide, bias=False)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(WIDE, WIDE, generator=torch.Generator().manual_seed(7)) / 16)
+        layer.weight.copy_(torch.randn(wide, wide, generator=torch.Generator().manual_seed(7)) / 16)
     model = DistributedDataParallel(layer, worker)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     chance = torch.Generator().manual_seed(1000 + worker.rank)
     for _ in range(steps):
         optimizer.zero_grad()
         model.set_weight(1.0 + worker.rank)
-        model(torch.randn(6, WIDE, generator=chance)).square().mean().backward()
+        model(torch.randn(6, wide, generator=chance)).square().mean().backward()
         optimizer.step()
     return layer.weight.detach()
+
+
+def test_leaders_exchange_the_first_pieces_of_a_bucket_before_the_host_has_summed_up_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Test that members, which give the last piece when the result of the first has come, do not wait in vain."""
+    has_come = threading.Event()
+    reduce, come = Communicator.reduce, Pieces.come
+
+    def reduced(self: Communicator, tensor: torch.Tensor, rank: int, signal: Signal) -> Reduction:
+        if self._rank > 0 and tensor.numel() == LARGE**2 % (MIB // 4):
+            assert has_come.wait(TIMEOUT), "no result has come"
+        return reduce(self, tensor, rank, signal)
+
+    def noted(self: Pieces, start: int, stop: int) -> None:
+        come(self, start, stop)
+        has_come.set()
+
+    monkeypatch.setattr(pieces, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(Communicator, "reduce", reduced)
+    monkeypatch.setattr(Pieces, "come", noted)
+    with hosted("aabb") as workers:
+        leveled = together(workers, step, steps=1, wide=LARGE)
+        assert {Directs.of(worker).voids for worker in workers} == {0}
+    with members("memory", 4) as workers:
+        expected = together(workers, step, steps=1, wide=LARGE)[0]
+    assert all(torch.equal(leveled[0], one) for one in leveled)
+    assert torch.allclose(leveled[0], expected, rtol=0, atol=1e-6)
+
+
+def test_a_piece_has_come_when_all_of_its_bytes_have_in_whatever_order() -> None:
+    bucket = Pieces(torch.empty(5 * MIB // 4), Signal())
+    assert [len(piece) for piece in bucket.tensors] == [2 * MIB // 4, 2 * MIB // 4, MIB // 4]
+    seen = []
+    for start in (1, 4, 2, 3, 0):
+        bucket.come(start * MIB, (start + 1) * MIB)
+        seen.append([bucket.has_come(number) for number in range(3)])
+    assert seen == [[False] * 3, [False, False, True], [False, False, True], [False, True, True], [True] * 3]
+
+
+@pytest.mark.parametrize(("mib", "count"), [(0, 1), (2, 1), (3, 2), (64, 32), (65, 17), (640, 32)])
+def test_a_bucket_has_some_pieces_and_each_is_of_whole_slices(mib: int, count: int) -> None:
+    tensors = cut(torch.empty(mib * MIB, dtype=torch.uint8, device="meta"))
+    assert len(tensors) == count
+    assert all(len(tensor) % SLICE_BYTES == 0 for tensor in tensors)
 
 
 def test_leaders_alone_send_to_the_coordinator_in_the_wire_format_of_the_group() -> None:

@@ -5,15 +5,15 @@ A pass at one member:
     step      a leader                                          another member
     ────────  ────────────────────────────────────────────────  ─────────────────────────────────────────────────
     `open`    the host's weight is summed up to the leader      the same
-    `mean`    the bucket is summed up to the leader; then a     the bucket is summed up to the leader
-              lane pushes it as the host's mean, by the
-              host's weight, and another takes the result
-    a wait    in the order of `mean`: the result is awaited,    all results are received, in the same order
-              and broadcast in the host
+    `mean`    each piece of the bucket is summed up to the      each piece is summed up to the leader
+              leader; then a lane pushes it as the host's
+              mean, by the host's weight
+    a wait    in the order of `mean`: the result of each piece  all results are received, in the same order
+              is awaited, and broadcast in the host
     `close`   the round of the sub-group is finished            nothing
 
-So all members of a host make the same calls of their communicator in the same order. Sums of one bucket are made while
-earlier ones are on their way. Other combinations take the same steps one by one.
+So all members of a host make the same calls of their communicator in the same order. Sums of one piece are made while
+earlier ones are on their way (`gradserver.worker.planes.pieces`). Other combinations take the same steps one by one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch import Tensor
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.collectives.call import on_stream
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.planes.communicator import Reduction, Signal
 from gradserver.worker.planes.flat import ARRIVED, Arrived, divisor
 from gradserver.worker.planes.given import NO_DATA
 from gradserver.worker.planes.levels import Levels
+from gradserver.worker.planes.pieces import Pieces
 from gradserver.worker.planes.staging import Staging
-from gradserver.worker.planes.tasks import Done
 
 
 class _Mean:
@@ -104,14 +105,8 @@ class Hierarchical:
         self._signal = signal
         self._weight = torch.zeros(1, dtype=torch.float64)
         """Weight of this member; at a leader, of its host as soon as that is known."""
-        self._results: dict[int, Tensor] = {}
-        """Memory of the means, in the order in which they were begun."""
-        self._up: dict[int, Reduction] = {}
-        """Reductions to the leader, at another member."""
-        self._came: dict[int, Done] = {}
-        """Results, at a leader."""
-        self._down: dict[int, Reduction | Arrived] = {}
-        """Broadcasts that were begun."""
+        self._begun: dict[int, Pieces] = {}
+        """Means, in the order in which they were begun."""
 
     # ── means ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,57 +128,83 @@ class Hierarchical:
 
     def mean(self, index: int, weighed: Tensor) -> _Mean:
         """Begin to sum up contributions in the host; from there the lanes go on."""
-        levels, inside, reduction = self._levels, self._levels.inside, None
-        self._results[index] = weighed
+        levels, inside = self._levels, self._levels.inside
+        pieces = self._begun[index] = Pieces(weighed, self._signal)
         if inside is not None:
-            reduction = inside.reduce(weighed, 0, levels.inner if levels.leads else self._signal)
-        if not levels.leads:
-            assert reduction is not None, "a member that is alone on its host leads it"
-            self._up[index] = reduction
-        else:
-            summed = _Computed(weighed) if reduction is None and weighed.is_cuda else reduction
-            came = self._came[index] = Done(self._signal)
-            levels.up.do(partial(self._send, index, weighed, summed, came), self._signal)
+            signal = levels.inner if levels.leads else self._signal
+            pieces.up += [inside.reduce(piece, 0, signal) for piece in pieces.tensors]
+        if levels.leads:
+            computed = _Computed(weighed) if inside is None and weighed.is_cuda else None
+            levels.up.do(partial(self._send, index, pieces, computed), self._signal)
         return _Mean(self, index)
 
-    def _send(self, index: int, weighed: Tensor, summed: Reduction | _Computed | None, came: Done) -> None:
-        """Push the host's mean when it is summed up. Runs in a lane, as `_receive` does."""
-        if summed is not None:
-            summed.wait(self._timeout)
-        weight = float(self._weight)
-        present = weight >= NO_DATA
-        with on_stream(self._upwards.of(weighed)):
-            if present and (total := weight / divisor(self._world)) != 1.0:
-                weighed.div_(total)
-            if self._staging is None:
-                _settle(weighed)
-                came.come()
+    def _send(self, index: int, pieces: Pieces, computed: _Computed | None) -> None:
+        """Push the host's mean, each piece when it is summed up. Runs in a lane, as `_receive` does."""
+        if computed is not None:
+            computed.wait(self._timeout)
+        staging, sent = self._staging, None
+        with on_stream(self._upwards.of(pieces.result)):
+            for number in range(len(pieces.tensors)):
+                self._sum_up(pieces, number)
+                if staging is None:
+                    continue
+                if sent is None:
+                    sent = self._push(staging, self._parts[index], pieces, number)
+                else:
+                    staging.advance(sent, pieces.end_of(number))
+            if staging is None:
+                _settle(pieces.result)
+                pieces.complete()
                 return
-            part = self._parts[index]
-            self._staging.note_writer(part, weighed.device)
-            self._staging.push(part, weighed, weight, present)
-        self._levels.down.do(partial(self._receive, part, weighed, came), self._signal)
+        self._levels.down.do(partial(self._receive, staging, self._parts[index], pieces), self._signal)
 
-    def _receive(self, part: int, result: Tensor, came: Done) -> None:
-        assert self._staging is not None
-        with on_stream(self._downwards.of(result)):
-            self._staging.wait(part)
-            _settle(result)
-        came.come()
+    def _sum_up(self, pieces: Pieces, number: int) -> None:
+        """Wait until a piece is summed up, and make it the mean of the host."""
+        if pieces.up:
+            pieces.up[number].wait(self._timeout)
+        weight = float(self._weight)
+        if weight >= NO_DATA and (total := weight / divisor(self._world)) != 1.0:
+            pieces.tensors[number].div_(total)
+
+    def _push(self, staging: Staging, part: int, pieces: Pieces, number: int) -> Progress | None:
+        """Push a bucket of which the pieces up to this ``number`` are there. Return None if it is to be pushed later.
+
+        If the host gives no data, results come in its place at once. So its sums, which nobody needs, are awaited.
+        """
+        weight, is_last = float(self._weight), number + 1 == len(pieces.tensors)
+        if weight < NO_DATA and not is_last:
+            return None
+        progress = Progress(pieces.come)
+        progress.advance(pieces.end_of(number))
+        staging.note_writer(part, pieces.result.device)
+        staging.push(part, pieces.result, weight, weight >= NO_DATA, progress=progress)
+        return progress
+
+    def _receive(self, staging: Staging, part: int, pieces: Pieces) -> None:
+        """Wait until the result of a bucket is there. Pieces of it are handed out before."""
+        with on_stream(self._downwards.of(pieces.result)):
+            staging.wait(part)
+            _settle(pieces.result)
+        pieces.complete()
 
     def _take(self, index: int, timeout: float) -> None:
-        """Wait for the result of a bucket, and begin to hand out those that are due until then."""
-        for one in self._results:
-            if one in self._down:
-                continue
-            if self._levels.leads:
-                if index in self._down and not self._came[one].is_done:
-                    break
-                self._levels.await_lanes(self._came[one], self._signal, timeout)
-            else:
-                self._up[one].wait(timeout)
-            self._down[one] = self._hand_out(self._results[one])
-        self._down[index].wait(timeout)
+        """Wait for the result of a bucket."""
+        wanted = self._begun[index]
+        self._hand_out_due(wanted, timeout)
+        for broadcast in wanted.down:
+            broadcast.wait(timeout)
+
+    def _hand_out_due(self, wanted: Pieces, timeout: float) -> None:
+        """Begin to hand out pieces in the order of `mean`: up to the ``wanted`` ones, and what has come behind them."""
+        for pieces in self._begun.values():
+            for number in range(len(pieces.down), len(pieces.tensors)):
+                if not self._levels.leads:
+                    pieces.up[number].wait(timeout)
+                elif wanted.is_handed_out and not pieces.has_come(number):
+                    return
+                else:
+                    self._levels.await_lanes(partial(pieces.has_come, number), self._signal, timeout)
+                pieces.down.append(self._hand_out(pieces.tensors[number]))
 
     def _hand_out(self, result: Tensor) -> Reduction | Arrived:
         inside = self._levels.inside
@@ -191,7 +212,7 @@ class Hierarchical:
 
     def close(self) -> None:
         """End a pass: finish the leaders' round, if all of them are still there."""
-        if self._staging is not None and self._results:
+        if self._staging is not None and self._begun:
             self._levels.ask(self._staging.finish, self._signal, self._timeout)
             self._levels.check_complete()
 

@@ -88,7 +88,7 @@ class Levels:
         if self.inside is not None:
             self.inside.form(signal, timeout)
         if splitting is not None:
-            self.await_lanes(splitting, signal, timeout)
+            self.await_lanes(lambda: splitting.is_done, signal, timeout)
             self.among = self._make(splitting.value)
 
     def _note(self, leaders: Session) -> None:
@@ -101,11 +101,11 @@ class Levels:
     def ask(self, task: Task, signal: Signal, timeout: float) -> object:
         """Do a task of the sub-group in its lane, and return what it returns. It raises what `await_lanes` does."""
         done = self.down.do(task, signal)
-        self.await_lanes(done, signal, timeout)
+        self.await_lanes(lambda: done.is_done, signal, timeout)
         return done.value
 
-    def await_lanes(self, done: Done, signal: Signal, timeout: float) -> None:
-        """Wait until a task of a lane is done.
+    def await_lanes(self, is_done: Callable[[], bool], signal: Signal, timeout: float) -> None:
+        """Wait until what the lanes do ``is_done``.
 
         Raises:
             GradServerError: what interrupted the wait.
@@ -116,7 +116,7 @@ class Levels:
         def failed() -> Exception | None:
             return self.up.error or self.down.error
 
-        came = signal.wait_until(lambda: done.is_done or failed() is not None, timeout)
+        came = signal.wait_until(lambda: is_done() or failed() is not None, timeout)
         if signal.error is not None:
             raise signal.error.again()
         if (why := failed()) is not None:

@@ -19,6 +19,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.devices.copies import Copier
 from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.handle import Handle
+from gradserver.worker.member.progress import Progress
 from gradserver.worker.planes.plane import Kept
 
 _COPY_SECONDS: Final = 60.0
@@ -79,16 +80,31 @@ class Staging:
     def factor(self, weight: float) -> None:
         """Return None: the coordinator multiplies."""
 
-    def push(self, index: int, flat: Tensor, weight: float, present: bool = True, kept: Kept | None = None) -> None:
-        """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`."""
+    def push(
+        self,
+        index: int,
+        flat: Tensor,
+        weight: float,
+        present: bool = True,
+        kept: Kept | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Contribute ``flat`` to bucket ``index``; it holds the result after `finish`. See `Worker.push`.
+
+        ``progress`` is for one on the CPU. One on a CUDA device has its own.
+        """
         assert kept is None
         copier = self._copier(flat.device)
         if copier is None:
             self._handles[index] = self._worker.push(
-                self._agreement.first + index, flat, weight=weight, present=present
+                self._agreement.first + index, flat, weight=weight, present=present, progress=progress
             )
         else:
             self._staged[index] = (flat, copier.push(index, flat, weight, present))
+
+    def advance(self, progress: Progress, nbytes: int) -> None:
+        """Send more of a bucket that was pushed with ``progress``: see `Worker.advance`."""
+        self._worker.advance(progress, nbytes)
 
     def wait(self, index: int) -> Handle:
         """Wait for the result of a bucket that was pushed in this round."""
