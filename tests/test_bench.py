@@ -26,6 +26,7 @@ from gradserver.tools.bench import arguments as parse, codec_suite, suites
 from gradserver.tools.bench.contenders import wrong
 from gradserver.tools.bench.fleet import Fleet, Needs
 from gradserver.tools.bench.member import mean_pattern, pattern
+from gradserver.tools.bench.modes import MODES, Mode, Scenario
 from gradserver.tools.bench.plot import save_plot
 from gradserver.tools.bench.processes import Processes
 from gradserver.tools.bench.report import Row, Table, conclusion
@@ -531,6 +532,33 @@ def test_conclusions() -> None:
     small = conclusion([a_row(nbytes=4096)])
     assert "limit" not in small
     assert conclusion([a_row(), a_row(wrong=3)]) == ("WRONG: 3 values in 1 of 2 rows.")
+
+
+# ── modes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_faster_workers_take_more_of_the_samples_and_longer_intervals() -> None:
+    mode = Mode("by speed", "local", {"every": 16}, serve=("--quorum", "1"), by_speed=True)
+    slowness = (3.0, 1.0)
+    assert [mode.steps_of(rank, 200, slowness) for rank in (0, 1)] == [100, 300]
+    assert [mode.options_of(rank, slowness)["every"] for rank in (0, 1)] == [8, 24]
+    assert Mode.from_json(mode.to_json()) == mode
+    assert MODES[1].steps_of(0, 200, slowness) == 200
+    scenario = Scenario("slow", slowness, 12.5e6)
+    assert Scenario.from_json(scenario.to_json()) == scenario
+    assert len({one.name for one in MODES}) == len(MODES)
+
+
+@pytest.mark.long
+def test_every_mode_trains_and_says_what_it_costs() -> None:
+    chosen = "alone,sync,local,streaming-int8,streaming-by-speed"
+    words = ("--quick", "--steps", "16", "--scenarios", "unequal", "--modes", chosen, "--json")
+    runs = {one["mode"]["name"]: one for one in json.loads(bench("modes", *words))["runs"]}
+    assert ",".join(runs) == chosen
+    assert all(one["same_bits"] for name, one in runs.items() if name != "alone")
+    nbytes = {name: one["workers"][0]["nbytes"] for name, one in runs.items()}
+    assert nbytes["alone"] < nbytes["streaming-int8"] < nbytes["local"] < nbytes["sync"] / 10
+    assert [worker["steps"] for worker in runs["streaming-by-speed"]["workers"]] == [8, 24]
 
 
 # ── a large model ─────────────────────────────────────────────────────────────────────────────────────

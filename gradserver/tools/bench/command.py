@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradserver.arguments import codec
+from gradserver.arguments import codec, number
 from gradserver.protocol.planes import WISHES
-from gradserver.tools.bench import arguments as parse
+from gradserver.tools.bench import arguments as parse, modes
 
 if TYPE_CHECKING:
     from gradserver.tools.bench.session import Session
@@ -28,6 +28,7 @@ _SUITES = {
     "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
     "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
     "levels": "training steps of workers that share emulated hosts, by levels beside TCP; requires root",
+    "modes": "the same training in every mode: loss, time, bytes, staleness, also on unequal workers or slow links",
     "large": "training steps of a GPT with 432 million parameters, over each channel or between devices",
 }
 _LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step", "levels": "levels"}
@@ -114,6 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
     _add_model(one, context="32")
 
+    _add_modes(added.pop("modes"))
+
     one = added.pop("large")
     _option(one, "--channel", parse.listed(parse.one_of("tcp", "shm")), "tcp,shm", "NAME,…", "channels, one run each")
     _option(one, "--devices", str, "cpu,cpu", "NAME,…", "device of each worker, such as cuda or cuda:1")
@@ -145,12 +148,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
 
 
+def _add_modes(one: argparse.ArgumentParser) -> None:
+    """Add the options of the suite `modes`."""
+    names, places = [mode.name for mode in modes.MODES], modes.SCENARIOS
+    _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of workers")
+    _option(one, "--modes", parse.listed(parse.one_of(*names)), ",".join(names), "NAME,…", "modes, in turns")
+    text = "equal workers, a slower one among them, and equal ones with slow links, which requires root"
+    _option(one, "--scenarios", parse.listed(parse.one_of(*places)), "equal,unequal", "NAME,…", text)
+    _option(one, "--steps", _count, "800", "N", "batches of each worker, on average")
+    _option(one, "--batch", parse.whole(1, 1024), "4", "N", "sequences in a batch")
+    _option(one, "--slow", number(float, 1.0, 100.0), "3", "X", "how many times slower a slower worker is")
+    _option(one, "--rate", parse.rate, "100mbit", "RATE", "rate of slow links")
+    _option(one, "--seconds", parse.whole(1, 100_000), "3600", "S", "time limit of one training")
+    one.add_argument("--quick", action="store_true", help="train a tiny model, to see that everything works")
+    one.add_argument("--json", action="store_true", help="print only one JSON document")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run a suite. Return 0 if all values are right, 1 if some are wrong or a process failed, 2 if it cannot start."""
     reason = _why_not(arguments)
     if reason is not None:
         print(f"gradserver bench: {reason}", file=sys.stderr)
         return 2
+    if arguments.suite == "modes":
+        return modes.run(arguments)
     if arguments.suite == "large":
         from gradserver.tools.bench import large
 
@@ -223,7 +244,7 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
         return "--coordinator-rate requires --rate, the rate of the workers' links"
     if getattr(arguments, "congestion", None) and not arguments.rate:
         return "--congestion requires --rate: it applies to emulated links"
-    if getattr(arguments, "rate", None):
+    if getattr(arguments, "rate", None) and "link" in getattr(arguments, "scenarios", ["link"]):
         from gradserver.tools.common import netns
 
         if (reason := netns.why_not()) is not None:

@@ -1,0 +1,170 @@
+"""One worker of the suite `modes`, started as ``python -m gradserver.tools.bench.mode_worker``.
+
+It trains as its mode says, and prints one line of JSON: what `Outcome` has. `KINDS` has a function for each kind of
+mode: it wraps a module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import gradserver
+from gradserver import Worker
+from gradserver.status import fetch
+from gradserver.tools.bench.modes import Mode, Scenario
+from gradserver.tools.common.processes import reserve_stdout
+from gradserver.tools.demo.corpus import Corpus
+from gradserver.tools.demo.model import GPT, state_sha256
+from gradserver.tools.demo.settings import Settings
+from gradserver.tools.demo.train import make_optimizer, mean_loss, validation_loss
+
+_TIMEOUT: Final = 300.0
+_WARM: Final = 2
+"""Steps before the measurement: the first ones allocate."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Measurements of one worker.
+
+    Attributes:
+        seconds: duration of the training, from the moment when all workers are ready.
+        steps: batches that this worker has trained on.
+        loss: loss on held-out text.
+        weights: hash of the weights, the same at all workers.
+        nbytes: bytes between the coordinator and all workers, both ways; 0 at all ranks but the first.
+        staleness: mean staleness of this worker's contributions, in rounds.
+        most_stale: the largest.
+    """
+
+    seconds: float
+    steps: int
+    loss: float
+    weights: str
+    nbytes: int
+    staleness: float = 0.0
+    most_stale: int = 0
+
+
+class Trained(NamedTuple):
+    """A module as a mode trains it.
+
+    Attributes:
+        model: what the loop calls.
+        block: makes the context of the loop, for workers with different numbers of batches.
+        staleness: returns mean and largest staleness of the contributions so far.
+    """
+
+    model: nn.Module
+    block: Callable[[], AbstractContextManager[None]]
+    staleness: Callable[[], tuple[float, int]] = lambda: (0.0, 0)
+
+
+def wrap_alone(module: nn.Module, _worker: Worker, _optimizer: Optimizer, _options: dict[str, Any]) -> Trained:
+    """Train without exchange: what a step costs by itself."""
+    return Trained(module, nullcontext)
+
+
+def wrap_synchronous(module: nn.Module, worker: Worker, optimizer: Optimizer, options: dict[str, Any]) -> Trained:
+    """Exchange gradients in each step."""
+    model = gradserver.DistributedDataParallel(module, worker, **options)
+    return Trained(model, lambda: model.join(optimizer))
+
+
+def wrap_local(module: nn.Module, worker: Worker, optimizer: Optimizer, options: dict[str, Any]) -> Trained:
+    """Exchange changes of parameters every few steps."""
+    model = gradserver.LocalSGD(module, worker, optimizer, **options)
+    return Trained(model, model.join)
+
+
+KINDS: Final[dict[str, Callable[[nn.Module, Worker, Optimizer, dict[str, Any]], Trained]]] = {
+    "alone": wrap_alone,
+    "synchronous": wrap_synchronous,
+    "local": wrap_local,
+}
+"""The ways to train, by the kind of a mode."""
+
+
+def train(settings: Settings, mode: Mode, scenario: Scenario, worker: Worker, url: str) -> Outcome:
+    """Train this worker's share of the samples."""
+    rank = worker.rank
+    corpus, module = Corpus.standard_library(settings.context, settings.seed), GPT(settings)
+    optimizer = make_optimizer(module)
+    trained = KINDS[mode.kind](module, worker, optimizer, mode.options_of(rank, scenario.slowness))
+    steps, rows = mode.steps_of(rank, settings.steps, scenario.slowness), settings.rows_of(rank)
+    _warm_up(settings, corpus, rows)
+    worker.barrier()
+    before = _traffic(url, worker)
+    worker.barrier()
+    began = time.perf_counter()
+    with trained.block():
+        for step in range(steps):
+            computed = time.thread_time()  # waiting does not count
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate_at(step * settings.steps / steps)
+            optimizer.zero_grad()
+            mean_loss(trained.model, *corpus.batch(step, rows)).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+            slow_down(time.thread_time() - computed, scenario.slowness[rank])
+            optimizer.step()
+    seconds = time.perf_counter() - began
+    worker.barrier()
+    nbytes = _traffic(url, worker) - before
+    loss = validation_loss(module, corpus, settings)
+    return Outcome(seconds, steps, loss, state_sha256(module), nbytes, *trained.staleness())
+
+
+def slow_down(computed: float, slowness: float) -> None:
+    """Wait as long as a worker that is ``slowness`` times slower would compute more."""
+    if slowness > 1:
+        time.sleep(computed * (slowness - 1))
+
+
+def _warm_up(settings: Settings, corpus: Corpus, rows: range) -> None:
+    module = GPT(settings)
+    for step in range(_WARM):
+        mean_loss(module, *corpus.batch(step, rows)).backward()  # type: ignore[no-untyped-call]
+
+
+def _traffic(url: str, worker: Worker) -> int:
+    """Return the bytes that the coordinator has had and given so far; 0 at all ranks but the first."""
+    if worker.rank:
+        return 0
+    group = fetch(url)["groups"][worker.group]
+    return int(group["bytes_in"]) + int(group["bytes_out"])
+
+
+def main() -> int:
+    """Train with the settings of the arguments."""
+    parser = argparse.ArgumentParser(prog="gradserver.tools.bench.mode_worker")
+    parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
+    parser.add_argument("--mode", type=Mode.from_json, required=True, help="as Mode.to_json writes")
+    parser.add_argument("--scenario", type=Scenario.from_json, required=True, help="as Scenario.to_json writes")
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    arguments = parser.parse_args()
+    tell = reserve_stdout()
+    torch.set_num_threads(1)
+    mode: Mode = arguments.mode
+    how: dict[str, Any] = {"name": f"worker-{arguments.rank}", "timeout": _TIMEOUT, "wire": mode.wire}
+    world = arguments.settings.workers
+    with gradserver.connect(arguments.url, arguments.rank, world, plane="tcp", **how) as worker:
+        outcome = train(arguments.settings, mode, arguments.scenario, worker, arguments.url)
+        tell(json.dumps(asdict(outcome)))
+    sys.stdin.readline()  # the parent takes a process that ends for one that failed, until it has all answers
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
