@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from gradserver.engine import Engine
-from gradserver.engine.policy import Policy, lateness_of, on_non_finite
+from gradserver.engine.policy import Policy, in_mode, mode_of, on_non_finite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Channel, Outlet
 from gradserver.protocol.errors import (
@@ -63,6 +63,10 @@ class LocalCluster:
         backup: number of workers that a round does not wait for, instead of ``quorum``.
         grace: seconds that the others have after a quorum has given everything. The default is 0.5.
         late: ``"keep"`` (default) to add a late gradient to the next one of its worker, ``"drop"`` to forget it.
+        mode: ``"bounded"`` or ``"async"`` for rounds that do not wait for all workers, see `Worker.request_round`. One
+            begins when ``quorum`` workers have requested it: by default half of them, or one.
+        staleness: most updates by which a gradient may be late; needed with ``"bounded"``.
+        damping: factor of a gradient that is late: ``"inverse"`` for 1 / (1 + staleness).
         timeout: seconds that one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
         wire: format in which gradients travel, see `gradserver.connect`. It shows the effect of a codec on a training.
@@ -82,6 +86,9 @@ class LocalCluster:
         backup: int = 0,
         grace: float | None = None,
         late: str | None = None,
+        mode: Literal["sync", "bounded", "async"] = "sync",
+        staleness: int | None = None,
+        damping: Literal["none", "inverse"] = "none",
         timeout: float = 60.0,
         credit: int = CREDIT_BYTES,
         wire: str = "fp32",
@@ -91,8 +98,8 @@ class LocalCluster:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         size = Policy(*elastic) if elastic else Policy.of(world_size)
-        lateness = lateness_of(quorum, backup, grace, late, size.maximum)
-        policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for)
+        chosen, lateness = in_mode(mode_of(mode, staleness, damping), quorum, backup, grace, late, size.maximum)
+        policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for, mode=chosen)
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradserver.arguments import ANY, add_seconds, names, number, quorum, size, sync, workers_of
+from gradserver.arguments import ANY, add_mode, add_seconds, names, number, quorum, size, sync, workers_of
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import (
     JOURNAL_QUOTA_BYTES,
@@ -24,12 +24,26 @@ from gradserver.protocol.limits import (
 from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, WISHES
 
 if TYPE_CHECKING:
-    from gradserver.engine.policy import Lateness, Policy
+    from gradserver.engine.policy import Lateness, Mode, Policy
     from gradserver.transport.liveness import Patience
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 _FOR_COORDINATORS: Final = (
-    *("workers", "groups", "gather", "rejoin_for", "quorum", "grace", "backup", "late", "backlog", "state_timeout"),
+    *(
+        "workers",
+        "groups",
+        "gather",
+        "rejoin_for",
+        "quorum",
+        "grace",
+        "backup",
+        "late",
+        "mode",
+        "staleness",
+        "damping",
+        "backlog",
+        "state_timeout",
+    ),
     *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite", "group", "plane"),
 )
 """Options that a data shard does not take."""
@@ -64,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "own; else hierarchical if the workers of a host have; else each worker's channel to the coordinator",
     )
     _add_groups(parser.add_argument_group("groups"))
+    add_mode(parser.add_argument_group("modes"))
     _add_lateness(parser.add_argument_group("stragglers and learners"))
     _add_silence(parser.add_argument_group("liveness"))
     _add_shards(parser.add_argument_group("data shards"))
@@ -338,25 +353,27 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Policy]:
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     """Collect the policies of the groups of --workers. The other options apply to all of them."""
-    from gradserver.engine.policy import lateness_of
+    from gradserver.engine.policy import in_mode, mode_of
 
     sizes = _sizes(arguments)
     most = max((size.maximum for size in sizes.values()), default=MAX_WORLD_SIZE)
-    lateness = lateness_of(arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late, most)
+    chosen = mode_of(arguments.mode, arguments.staleness, arguments.damping)
+    told = arguments.quorum, arguments.backup or 0, arguments.grace, arguments.late, most
+    mode, lateness = in_mode(chosen, *told)
     if lateness is not None and arguments.plane in AMONG_MEMBERS:
         raise InvalidArgumentError(
-            f"--plane {arguments.plane} is not possible with --quorum or --backup: workers that reduce among "
-            f"themselves wait for all"
+            f"--plane {arguments.plane} is not possible with --quorum, --backup or --mode {mode.name}: workers that "
+            f"reduce among themselves wait for all"
         )
     if lateness is not None and not sizes:
-        raise InvalidArgumentError("--quorum and --backup need the number of workers: give --workers")
+        raise InvalidArgumentError("--quorum, --backup and --mode need the number of workers: give --workers")
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):
         if not sizes and getattr(arguments, option) is not None:
             raise InvalidArgumentError(f"{_flag(option)} needs the number of workers: give --workers")
-    return {name: _policy(arguments, size, lateness) for name, size in sizes.items()}
+    return {name: _policy(arguments, size, lateness, mode) for name, size in sizes.items()}
 
 
-def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None) -> Policy:
+def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None, mode: Mode) -> Policy:
     """Make the policy of a group from the options."""
     gather = size.gather if arguments.gather is None else arguments.gather
     backlog = size.backlog if arguments.backlog is None else arguments.backlog * MIB
@@ -366,7 +383,7 @@ def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | No
         "state_rate": None if arguments.state_rate is None else arguments.state_rate * MIB,
     }
     given = {name: value for name, value in told.items() if value is not None}
-    return dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, **given)
+    return dataclasses.replace(size, gather=gather, backlog=backlog, lateness=lateness, mode=mode, **given)
 
 
 def _flag(option: str) -> str:

@@ -11,7 +11,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
@@ -129,6 +129,10 @@ TOLD_BYTES: Final = 1 * MIB
 """Bytes that a receiver reads before it tells a data shard of them."""
 KEPT_BYTES: Final = 256 * MIB
 """Bytes of results that a worker keeps at least for rounds that it has not reached."""
+KEPT_ROUNDS: Final = 4
+"""Rounds for which a worker has room at least, however large the plan is."""
+MAX_STALENESS: Final = 1 << 16
+"""Largest bound of the staleness of a contribution."""
 MIN_SLICE_COST: Final = 2 * KIB
 """Credit that a slice takes however short it is: the coordinator's memory about it."""
 SHARED_SLICE_COST: Final = 64

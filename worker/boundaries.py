@@ -25,6 +25,7 @@ from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.progress import Progress
+from gradserver.worker.member.requests import Turn
 from gradserver.worker.traffic import Traffic
 
 log = logging.getLogger("gradserver")
@@ -69,13 +70,13 @@ class Boundaries:
         plan = member.rounds.plan
         assert plan is not None
         if not self._pushed and not member.rounds.is_direct:
-            self._begin_round(index)
+            self._begin_round(index, weight)
         operation = plan.buckets[index].operation
         with traffic.mutex:
             traffic.check_open()
             if (before := self._pushed.get(index)) is not None:
                 before.raise_error()
-            key = member.enter_round(index)
+            key = member.enter_round(index, weight)
             handle = traffic.handle_of(key, operation)
             came = member.push(key, operation, data, weight, present, handle, progress)
             effects = member.effects.take() if member.effects.pending else None
@@ -88,7 +89,7 @@ class Boundaries:
             traffic.channel.watch(member.idle)
         return handle
 
-    def _begin_round(self, index: int) -> None:
+    def _begin_round(self, index: int, weight: float) -> None:
         """Begin a round, once: a device's buckets are pushed by a thread of their own, beside those of the CPU.
 
         The other thread waits here until all is said that comes before the first push.
@@ -99,11 +100,42 @@ class Boundaries:
                 return
             with traffic.mutex:
                 traffic.check_open()
-                member.begin_round(index)
+                member.begin_round(index, weight)
                 effects = member.effects.take() if member.effects.pending else None
             self._begun = rounds.number, rounds.attempt
             if effects is not None:
                 traffic.carry_out(effects)
+
+    # ── rounds that do not wait for all members ───────────────────────────────────────────────────────
+
+    def request_round(self, follows: bool) -> None:
+        """Request a round for what was computed at the present version, or follow the others without data."""
+        traffic = self._traffic
+        traffic.check_open()
+        traffic.hand(self._member.requests.ask, follows)
+        traffic.channel.watch(self._member.idle)  # results come while this thread is busy
+
+    def next_turn(self, timeout: float | None) -> Turn:
+        """Wait for the answer to the request, or for the results of the present round, and say what is next."""
+        traffic, requests = self._traffic, self._member.requests
+        while True:
+            if self._member.donor.due:
+                self._donor.give()
+            handle = traffic.new_handle(self._no_turn)
+            with traffic.mutex:
+                traffic.check_open()
+                turn = requests.turn()
+                if turn is None:
+                    requests.wait(handle)
+                effects = self._member.effects.take()
+            traffic.carry_out(effects)
+            if turn is not None:
+                return turn
+            handle.wait(timeout)
+
+    def _no_turn(self, seconds: float) -> DeadlineError:
+        number = self._member.rounds.number
+        return DeadlineError(f"round {number} has not begun {seconds:g} s after this worker requested it", round=number)
 
     # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
 
@@ -115,7 +147,7 @@ class Boundaries:
         traffic, member = self._traffic, self._member
         if member.donor.due:
             self._donor.give()
-        self._begin_round(index)
+        self._begin_round(index, 1.0)
         with traffic.mutex:
             traffic.check_open()
             why = member.rounds.begin_direct(index, watch)
@@ -280,7 +312,7 @@ class Boundaries:
         while True:
             with traffic.mutex:
                 traffic.check_open()
-                instruction = member.next_instruction(seen)
+                instruction = member.entering.next_instruction(seen)
                 if instruction is not None:
                     return instruction
                 handle = traffic.new_handle(_no_entry)
@@ -291,13 +323,13 @@ class Boundaries:
         """Begin with the state of ``transfer``, while the others go on. Return false if that is too old."""
         traffic, member = self._traffic, self._member
         traffic.channel.watch(member.idle)  # results come while this thread is busy
-        if not member.is_outgrown(transfer):
+        if not member.entering.is_outgrown(transfer):
             install()
-        if member.is_outgrown(transfer):
+        if member.entering.is_outgrown(transfer):
             traffic.tell(Enter(transfer.number, True))
             return False
         with traffic.mutex:
-            member.observe()
+            member.entering.observe()
         self._say_if_caught_up()
         return True
 
@@ -305,11 +337,11 @@ class Boundaries:
     def has_next(self) -> bool:
         """True if this worker is behind by a round that is over."""
         with self._traffic.mutex:
-            return self._member.has_next
+            return self._member.entering.has_next
 
     def _say_if_caught_up(self) -> None:
         with self._traffic.mutex:
-            ready = self._member.caught_up()
+            ready = self._member.entering.caught_up()
         if ready is not None:
             self._traffic.tell(ready)
 

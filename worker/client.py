@@ -34,9 +34,9 @@ from gradserver.worker.learner import enter
 from gradserver.worker.member.learner import Arrival, Stage
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.session import Session
-from gradserver.worker.splitting import SubgroupCalls
 from gradserver.worker.tensors import Tensor, bind, empty
 from gradserver.worker.tree import Tree
+from gradserver.worker.turns import TurnCalls
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ _BARE: Final = simple_plan([("round", 1)], UINT8, Op.FIRST)
 """The plan of a group that has no gradients."""
 
 
-class Worker(SubgroupCalls):
+class Worker(TurnCalls):
     """One replica's membership of a group. `gradserver.connect` and `gradserver.LocalCluster` create it.
 
     Tensors are torch tensors or numpy arrays of any numeric element type. All members must call collectives in the

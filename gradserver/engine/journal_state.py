@@ -11,6 +11,7 @@ from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.declared import Kind
 from gradserver.engine.lease_table import Positions
 from gradserver.engine.records import (
+    Begun,
     Boundary,
     Chosen,
     Closed,
@@ -21,6 +22,7 @@ from gradserver.engine.records import (
     Group,
     Halt,
     Handling,
+    Moded,
     Plan,
     Round,
     Spent,
@@ -40,11 +42,12 @@ MAX_CUTS: Final = 256
 """Rounds that are known to have been closed for late members."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
-_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Subgroup, Durable, Handling, Stragglers)
+_POLICIES: Final[tuple[type[Kind], ...]] = (Handling, Stragglers, Moded)
+_BEFORE: Final[tuple[type[Kind], ...]] = (Group, Subgroup, Durable, *_POLICIES)
 """Kinds of which a group's latest record is restated before its memberships, in this order."""
 _BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)
 """The same behind them."""
-_SEVERAL: Final[frozenset[type[Kind]]] = frozenset({Cut})
+_SEVERAL: Final[frozenset[type[Kind]]] = frozenset({Cut, Begun})
 """Kinds of which several records matter."""
 _LATEST: Final = frozenset(_BEFORE + _BEHIND)
 
@@ -145,7 +148,7 @@ class GroupState:
 
     def _forget_cuts_behind(self, number: int) -> None:
         """Forget decisions about rounds behind ``number``, which are made anew when that has been made anew."""
-        while self.cuts and isinstance(last := self.cuts[-1].record, Cut) and last.round > number:
+        while self.cuts and isinstance(last := self.cuts[-1].record, Cut | Begun) and last.round > number:
             self.cuts.pop()
 
     def records(self, name: str) -> Iterable[Dated]:

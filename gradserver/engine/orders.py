@@ -42,7 +42,7 @@ class OpenGroup(RemoteOrder):
     unread as its ``backlog``; ``lateness`` says when a round is closed without stragglers. A ``durable`` group survives
     its coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes
     of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
-    membership changes.
+    membership changes. If control ``grants`` rounds, it says before each which members contribute.
     """
 
     group: Name
@@ -60,6 +60,7 @@ class OpenGroup(RemoteOrder):
     durable: Flag = False
     nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
     steady: Flag = False
+    grants: Flag = False
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""

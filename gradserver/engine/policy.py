@@ -1,15 +1,22 @@
-"""Policies of groups: their size, gradients that are not finite, and stragglers."""
+"""Policies of groups: their size, gradients that are not finite, stragglers, and the mode of their rounds."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeError
-from gradserver.protocol.limits import BACKLOG_BYTES, MAX_TIMEOUT, MAX_WORLD_SIZE, STATE_BYTES_A_SECOND, STATE_SECONDS
+from gradserver.protocol.limits import (
+    BACKLOG_BYTES,
+    MAX_STALENESS,
+    MAX_TIMEOUT,
+    MAX_WORLD_SIZE,
+    STATE_BYTES_A_SECOND,
+    STATE_SECONDS,
+)
 
 GATHER_SECONDS = 2.0
 """Time that an elastic group that could begin waits for more workers, by default."""
@@ -144,6 +151,108 @@ def lateness_of(
     return Lateness(percent=float(match[1]), grace=seconds, keeps=keeps)
 
 
+class ModeName(StrEnum):
+    """Name of a mode: what a round waits for, and which contributions it may take."""
+
+    SYNC = "sync"
+    """A round takes a contribution of each member, computed at the version before it."""
+    BOUNDED = "bounded"
+    """It takes those that are there, and waits for a member before its contribution would be too old: stale
+    synchronous parallel (Ho et al., 2013)."""
+    ASYNC = "async"
+    """It takes those that are there, and waits for no member."""
+
+
+class Damping(StrEnum):
+    """Factor of a contribution that is stale."""
+
+    NONE = "none"
+    INVERSE = "inverse"
+    """1 / (1 + staleness): staleness-aware asynchronous SGD (Zhang et al., 2016)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Mode of a group's rounds.
+
+    Attributes:
+        name: its name.
+        staleness: most updates between the version at which a contribution was computed and the round that takes it.
+            None for no limit.
+        damping: factor of stale contributions.
+    """
+
+    name: ModeName = ModeName.SYNC
+    staleness: int | None = None
+    damping: Damping = Damping.NONE
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and not 0 <= self.staleness <= MAX_STALENESS:
+            raise InvalidArgumentError(f"staleness is 0 to {MAX_STALENESS} updates, not {self.staleness!r}")
+        if self.name is ModeName.BOUNDED and self.staleness is None:
+            raise InvalidArgumentError("mode 'bounded' needs staleness: the most updates by which a gradient is late")
+        if not self.grants and (self.staleness is not None or self.damping is not Damping.NONE):
+            raise InvalidArgumentError(
+                "staleness and damping need mode 'bounded' or 'async': in mode 'sync' no gradient is stale"
+            )
+
+    @property
+    def grants(self) -> bool:
+        """True if members request a round for each contribution, and are granted one."""
+        return self.name is not ModeName.SYNC
+
+    def takes(self, staleness: int) -> bool:
+        """Tell whether a round may take a contribution with this staleness."""
+        return self.staleness is None or staleness <= self.staleness
+
+    def __str__(self) -> str:
+        bound = "" if self.staleness is None else f", staleness {self.staleness} at most"
+        return f"{self.name}{bound}" + ("" if self.damping is Damping.NONE else f", damping {self.damping}")
+
+
+SYNC: Final = Mode()
+
+
+def mode_of(name: str | None = None, staleness: int | None = None, damping: str | None = None) -> Mode:
+    """Make the mode from what people say; None for the defaults. InvalidArgumentError says what is not possible."""
+    return Mode(_named(ModeName, name or "sync", "mode"), staleness, _named(Damping, damping or "none", "damping"))
+
+
+E = TypeVar("E", bound=StrEnum)
+
+
+def _named(kind: type[E], name: str, what: str) -> E:
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(repr(str(one)) for one in kind)
+        raise InvalidArgumentError(f"{what}: expected one of {known}, got {name!r}") from None
+
+
+def in_mode(
+    mode: Mode,
+    quorum: int | str | None = None,
+    backup: int = 0,
+    grace: float | None = None,
+    late: str | None = None,
+    most: int = MAX_WORLD_SIZE,
+) -> tuple[Mode, Lateness | None]:
+    """Return a mode, and the rule by which its rounds begin, or are closed. `lateness_of` has the other arguments.
+
+    By default a round of mode "bounded" begins with half of the members that are present, and one of mode "async" with
+    any. The others have no grace, unless that is said. No contribution is late.
+    """
+    if not mode.grants:
+        return mode, lateness_of(quorum, backup, grace, late, most)
+    if late is not None:
+        raise InvalidArgumentError(f"late needs mode 'sync': in mode {str(mode.name)!r} no gradient comes too late")
+    if quorum is None and not backup:
+        quorum = "50%" if mode.name is ModeName.BOUNDED else 1
+    lateness = lateness_of(quorum, backup, None if backup else grace or 0.0, None, most)
+    assert lateness is not None
+    return mode, replace(lateness, keeps=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Rules of a group: how many members it has, and what it waits for.
@@ -159,7 +268,9 @@ class Policy:
             them to come back.
         reconnect: seconds that a durable group waits for a member to come back, when none is left.
         missing: seconds that members that have come back then wait for the others.
-        lateness: rule by which a round is closed without stragglers; None for never.
+        lateness: rule by which a round is closed without stragglers; None for never. Where members request rounds, the
+            rule by which one begins.
+        mode: mode of its rounds.
         state_seconds: seconds that the others wait, at most, for a learner that gets its state.
         state_rate: bytes of it that must come in a second meanwhile.
         rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
@@ -177,6 +288,7 @@ class Policy:
     state_seconds: float = STATE_SECONDS
     state_rate: float = STATE_BYTES_A_SECOND
     rejoin: float | None = None
+    mode: Mode = SYNC
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
@@ -190,6 +302,8 @@ class Policy:
             raise InvalidArgumentError(
                 "with a quorum or backups, backlog must be above 0: it holds the results that stragglers have not read"
             )
+        if self.mode.grants and self.lateness is None:
+            raise InvalidArgumentError(f"mode {str(self.mode.name)!r} needs a rule by which a round begins")
 
     @classmethod
     def of(cls, size: int | Policy, group: str = "") -> Policy:

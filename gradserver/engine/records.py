@@ -36,6 +36,7 @@ from gradserver.protocol.limits import (
     MAX_ORDER_BYTES,
     MAX_RATE,
     MAX_SHARDS,
+    MAX_STALENESS,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_TOKEN,
@@ -413,6 +414,39 @@ class Stragglers(Kind):
 
     group: Name
     keeps: Flag
+
+
+@kind(22)
+@dataclass(frozen=True, slots=True)
+class Moded(Kind):
+    """Mode of the group's rounds: "bounded" or "async". Without this record it is "sync".
+
+    ``staleness`` is the largest one that a contribution may have, and -1 for no limit.
+    """
+
+    group: Name
+    mode: Text
+    staleness: Annotated[int, Field(integer(-1, MAX_STALENESS))]
+    damping: Text
+
+
+class Computed(NamedTuple):
+    """A member's contribution: the number of updates that its weights had when it computed it."""
+
+    member_id: Annotated[int, Field(_rank)]
+    version: Count
+
+
+@kind(23)
+@dataclass(frozen=True, slots=True)
+class Begun(Kind):
+    """A round begins with contributions of the ``cohort``, and goes on without the ``others``."""
+
+    group: Name
+    epoch: Count
+    round: Count
+    cohort: Annotated[tuple[Computed, ...], several(nested(Computed), MAX_WORLD_SIZE)]
+    others: Ranks
 
 
 @kind(21)

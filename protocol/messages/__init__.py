@@ -18,6 +18,8 @@ worker                                  coordinator
   Opens, Steps ──────────────────────────► "this round is that module's", and "I step", with several modules
   Follow ────────────────────────────────► "what do the others exchange?", of a worker without data
   ◄────────────────────────────────────── Opened
+  RequestRound ──────────────────────────► "I have a contribution", where rounds do not wait for all: `.grants` has them
+  ◄────────────────────────────────────── Granted
   Push + slice ──────────────────────────►
   ◄────────────────────────────────────── Result + slice, until every slice of the Push has one
   ◄────────────────────────────────────── Result + slice, unasked, to a listener
@@ -85,6 +87,7 @@ from gradserver.protocol.messages.data import (
     pack_operation,
     unpack_operation,
 )
+from gradserver.protocol.messages.grants import Granted, RequestRound
 from gradserver.protocol.messages.membership import (
     Enter,
     Entered,

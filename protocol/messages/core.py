@@ -13,7 +13,7 @@ from gradserver.protocol.declared import BESIDE, Field
 from gradserver.protocol.errors import ERRORS, GradServerError
 from gradserver.protocol.exchange import ExchangeKey
 from gradserver.protocol.fields import AnyRank, Count, Flag, OptionalKey, Ranks, Rates, Seconds, Text, Texts, Token
-from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_TEXT, MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_STALENESS, MAX_TEXT, MAX_WORLD_SIZE
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.offers import UNTOLD, Offer, OneOffer, PlaneName, unpack_offers
 from gradserver.protocol.planes import TCP
@@ -72,6 +72,9 @@ class Welcome(MessageKind):
         demanded: true if a worker or the coordinator demands that plane.
         commits: true if modules have a commit beside their gradients, with which a round can be direct.
         digests: true if a commit has the digest of the results, for the ledger.
+        mode: mode of the rounds: "sync", "bounded" or "async".
+        staleness: most updates by which a contribution may be late; -1 for no limit, and in mode "sync".
+        damping: factor of stale contributions: "none" or "inverse".
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -97,6 +100,9 @@ class Welcome(MessageKind):
     demanded: Flag = False
     commits: Flag = False
     digests: Flag = False
+    mode: Text = "sync"
+    staleness: Annotated[int, Field(integer(-1, MAX_STALENESS))] = -1
+    damping: Text = "none"
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:
@@ -175,6 +181,8 @@ class Scope(IntEnum):
     """This worker's connection, which the coordinator forgets after this message."""
     DATA = 3
     """A question about data; the name of the data is in the fields."""
+    REQUEST = 4
+    """The request for a round: the group goes no further."""
 
 
 _MAX_LISTED = 32

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import unasked_cost
-from gradserver.protocol.limits import KEPT_BYTES
+from gradserver.protocol.limits import KEPT_BYTES, KEPT_ROUNDS
 from gradserver.protocol.messages import Result
-
-_ROUNDS: Final = 4
-"""Rounds that a backlog holds at least, with results as large as those of float32."""
 
 Unasked = tuple[Result, Buffer | None]
 """A result, and its payload as it came: encoded, if the bucket travels with a loss."""
 
 
 def room_for(plan_bytes: int) -> int:
-    """Give the bytes that a worker with such a plan keeps at most."""
-    return max(KEPT_BYTES, _ROUNDS * plan_bytes)
+    """Give the bytes that a worker with such a plan keeps at most: of some rounds at least, with results of float32."""
+    return max(KEPT_BYTES, KEPT_ROUNDS * plan_bytes)
 
 
 class Backlog:
@@ -40,6 +37,8 @@ class Backlog:
         self._slices = slices
         self._sections = sections or (range(len(slices)),)
         self._rounds: dict[int, dict[int, dict[int, Unasked]]] = {}
+        self._came: Counter[int] = Counter()
+        """Number of slices with a result, by round."""
 
     def put(self, result: Result, payload: Buffer | None) -> bool:
         """Keep a result, and return true if there was room. One that is there already is not kept twice."""
@@ -51,15 +50,18 @@ class Backlog:
             return False
         self.nbytes += cost
         parts[result.slice] = result, payload
+        self._came[result.key.number] += result.slices
         return True
 
     def has(self, number: int) -> bool:
         """Return true if all results of all buckets of round ``number`` are here."""
-        parts = self._rounds.get(number, {})
-        return all(
-            sum(result.slices for result, _ in parts.get(part, {}).values()) == self._slices[part]
-            for part in self.section_of(number) or self._sections[0]
-        )
+        parts = self.section_of(number) or self._sections[0]
+        return self._came[number] == sum(self._slices[part] for part in parts)
+
+    def slices(self, number: int, part: int) -> set[int]:
+        """Return the slices of a bucket with a result."""
+        found = (result for result, _ in self._rounds.get(number, {}).get(part, {}).values())
+        return {index for result in found for index in range(result.slice, result.slice + result.slices)}
 
     def section_of(self, number: int) -> range | None:
         """The buckets that are exchanged in round ``number``, as its results say; None if there are none."""
@@ -71,8 +73,11 @@ class Backlog:
         parts = self._rounds.get(number, {})
         taken = [unasked for _, unasked in sorted(parts.pop(part, {}).items(), key=lambda item: item[0])]
         self.nbytes -= sum(unasked_cost(payload) for _, payload in taken)
+        self._came[number] -= sum(result.slices for result, _ in taken)
         if not parts:
             self._rounds.pop(number, None)
+        if not self._came[number]:
+            del self._came[number]
         return taken
 
     def all(self) -> list[Unasked]:
@@ -86,6 +91,7 @@ class Backlog:
             there = self._rounds[result.key.number][result.key.part]
             del there[result.slice]
             self.nbytes -= unasked_cost(payload)
+            self._came[result.key.number] -= result.slices
             if not there:
                 self.take(result.key.number, result.key.part)
 

@@ -11,14 +11,15 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import RoundVoidError, WorkerLostError
 from gradserver.protocol.exchange import AMONG_MEMBERS, BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
-from gradserver.protocol.messages import Agreed, Attended, Failure, Leave, Message, Opened, Scope, Welcome
+from gradserver.protocol.messages import Agreed, Attended, Failure, Granted, Leave, Message, Opened, Scope, Welcome
 from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
-from gradserver.protocol.messages.membership import Entered, Membership, Ready, RoundDone, Transfer
+from gradserver.protocol.messages.membership import Entered, Membership, RoundDone, Transfer
 from gradserver.worker.member.attachment import Attachment
 from gradserver.worker.member.coder import Workspace
 from gradserver.worker.member.donor import Donor
 from gradserver.worker.member.effects import Effects, Log, Lose, Said, Tell
+from gradserver.worker.member.entering import Entering
 from gradserver.worker.member.exchange import NO_SLICES, Exchange
 from gradserver.worker.member.exchanges import NOT_SENT, Exchanges
 from gradserver.worker.member.identity import Identity, check_welcome
@@ -27,6 +28,7 @@ from gradserver.worker.member.learner import Learner, Stage
 from gradserver.worker.member.leases import Leases
 from gradserver.worker.member.plans import Plans
 from gradserver.worker.member.progress import Progress
+from gradserver.worker.member.requests import Requests
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.slots import Memory
@@ -55,6 +57,8 @@ class Member:
         inquiries: what it asks about those that take too long.
         turns: what it says and asks where several modules share rounds.
         leases: what it asks and tells of data.
+        entering: its steps into a group that trains already.
+        requests: rounds that it asks for, where they do not wait for all members.
     """
 
     def __init__(self, channel: Memory, workspace: Workspace) -> None:
@@ -69,6 +73,8 @@ class Member:
         self.exchanges = Exchanges(*what, channel, workspace)
         self.inquiries = Inquiries(self.effects, self.identity, self.rounds, self.exchanges)
         self.turns, self.leases = Turns(self.effects, self.rounds), Leases(self.effects, self.rounds)
+        self.entering = Entering(self.identity, self.rounds, self.learner, self.stragglers)
+        self.requests = Requests(*what, self.exchanges, self.leases, self.entering)
 
     # ── what it is told ───────────────────────────────────────────────────────────────────────────────
 
@@ -82,7 +88,9 @@ class Member:
             case RoundDone():
                 self.round_done(message)
             case Entered(number):
-                self.effects.complete_all(self.learner.entered(number))
+                self.effects.complete_all([*self.learner.entered(number), *self.requests.give_up()])
+            case Granted():
+                self.requests.answered(message)
             case Agreed():
                 self.agreed(message, payloads)
             case Opened():
@@ -116,10 +124,13 @@ class Member:
                     self.effects.complete(waiting, error)
                 if not isinstance(error, RoundVoidError) or not error.epoch:  # else it is about memberships before
                     self.exchanges.fail(failure.key, error, shard)
+                    self.requests.wake()
             case Scope.PROPOSAL if (proposal := self.plans.open) is not None:
                 self.effects.complete(proposal.waiter, error)
             case Scope.DATA:
                 self.leases.failed(str(failure.fields.get("data")), error)
+            case Scope.REQUEST:
+                self.requests.failed(error)
 
     # ── memberships and plans ─────────────────────────────────────────────────────────────────────────
 
@@ -153,6 +164,8 @@ class Member:
             self.exchanges.fail_states(WorkerLostError(NOT_SENT), latest.number)
         self.effects.complete_all(waiting)
         self.donor.asked(done, me)
+        if done.transfers:
+            self.requests.wake()  # it may be the donor
 
     def agreed(self, message: Agreed, payloads: Sequence[Buffer]) -> None:
         """Go by the plan that the coordinator says is agreed on, if this member waits for one."""
@@ -180,56 +193,25 @@ class Member:
         """True if this worker contributes, or was told that it is to."""
         return self.learner.round is not None or self.identity.stage in (Stage.ENTERED, Stage.MEMBER)
 
-    def next_instruction(self, seen: int) -> tuple[Transfer, int | None] | None:
-        """Give the next transfer after number ``seen``, or the first round to contribute to; None if there is none."""
-        transfer, number = self.learner.transfer, self.learner.round
-        if number is not None and transfer is not None:
-            self.identity.go_on_as(Stage.ENTERED)
-            self.rounds.go_on_from(number)
-            return transfer, number
-        if transfer is not None and transfer.number > seen:
-            return transfer, None
-        return None
-
-    def is_outgrown(self, transfer: Transfer) -> bool:
-        """Return true if the state of ``transfer`` is too old to begin with."""
-        return self.learner.behind or self.learner.transfer is not transfer
-
-    def observe(self) -> None:
-        """Begin with the state that is here, while the others go on."""
-        self.identity.go_on_as(Stage.OBSERVING)
-        self.rounds.go_on_from(self.learner.begins)
-        self.stragglers.backlog.forget(self.rounds.number)
-
-    @property
-    def has_next(self) -> bool:
-        """True if this worker is behind by a round that is over."""
-        return self.identity.stage is Stage.OBSERVING and self.stragglers.backlog.has(self.rounds.number)
-
-    def caught_up(self) -> Ready | None:
-        """Give what is to be said if this worker has caught up and has not said so."""
-        learner = self.learner
-        if self.identity.stage is not Stage.OBSERVING or learner.ready or learner.transfer is None or self.has_next:
-            return None
-        return learner.say_ready()
-
     # ── rounds ────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_round(self, index: int) -> None:
+    def begin_round(self, index: int, weight: float = 1.0) -> None:
         """Begin a round with bucket ``index``, and say what is to be said before the first push."""
         self.rounds.begin(index)
         plan = self.rounds.plan
         assert plan is not None
         if plan.is_shared and self.identity.stage is not Stage.OBSERVING:
             self.turns.begins(plan, index)
-        if not self.rounds.attempt:
+        if not self.rounds.attempt and (not self.requests.applies or self.requests.enter(weight)):
             self.leases.begin_round(len(self.exchanges.shards) > 1)
 
-    def enter_round(self, index: int) -> ExchangeKey:
+    def enter_round(self, index: int, weight: float = 1.0) -> ExchangeKey:
         """Check that bucket ``index`` may be pushed, and give its exchange."""
         identity, rounds = self.identity, self.rounds
         if identity.stage is not Stage.MEMBER:
             self._enter_as_learner()
+        if self.requests.applies and not self.requests.enter(weight):
+            self.stragglers.note_late(rounds.number)  # so nothing of it is sent
         rounds.check_push(index)
         return ExchangeKey(BUCKET, rounds.number, index)
 
@@ -310,6 +292,8 @@ class Member:
         """Go on to the next round."""
         if self.identity.sifts and (warning := self.rounds.note_not_finite()) is not None:
             self.effects.add(warning)
+        if self.requests.applies:
+            self.requests.over()
         is_kept, warning = self.stragglers.finish()
         if warning is not None:
             self.effects.add(warning)
@@ -345,6 +329,7 @@ class Member:
             self.exchanges.read_unasked(payload, there.number)
         if not has_room:
             self._overrun(result.key.number)
+        self.requests.came(result.key.number)
 
     def _overrun(self, number: int) -> None:
         """Handle that there is no room for a result of round ``number``."""
@@ -372,7 +357,7 @@ class Member:
         """Give what is said again on a new connection: what the others have yet to agree with, and what is asked."""
         proposal = self.plans.open
         proposed: list[Said] = [] if proposal is None else [(proposal.message, (proposal.plan.encoded,))]
-        return [*proposed, *self.turns.again(), *self.leases.again()]
+        return [*proposed, *self.turns.again(), *self.leases.again(), *self.requests.again()]
 
     # ── its end ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -383,7 +368,8 @@ class Member:
         self.exchanges.slots.forget()  # a sub-group ends long before its connection
         waiting += [*self.exchanges.give_up(), *self.rounds.announced.give_up(), *self.learner.give_up()]
         waiting += [*self.attachment.give_up(), *self.inquiries.give_up()]
-        return [*waiting, *self.turns.give_up(), *self.leases.give_up(), *self.rounds.give_up()]
+        waiting += [*self.turns.give_up(), *self.requests.give_up()]
+        return [*waiting, *self.leases.give_up(), *self.rounds.give_up()]
 
     def gives_state(self, transfer: Transfer) -> bool:
         """Return true if this member is to send the state of ``transfer``, false if it is to take it.

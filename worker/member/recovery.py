@@ -169,6 +169,7 @@ class Recovery:
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()
+        self._member.requests.wake()  # results that are held may be all of a round
         if self._standing is not None:
             self._member.effects.complete(self._standing, value=self.again)
             self._standing = None
@@ -181,8 +182,9 @@ class Recovery:
         member.stragglers.begin_again(number, lambda result: member.exchanges.shard_of(result) == shard.number)
         if shard.number == 0:
             member.rounds.announced.begin_again(number)
+        takes_results = member.requests.applies and not member.requests.is_pushing
         for exchange in shard.exchanges.values():
-            exchange.held_back = False
+            exchange.held_back = takes_results and exchange.key.stream == BUCKET
 
     def _round(self) -> int:
         """Give the first round of which this member lacks something: a result, or to hear that it is over.

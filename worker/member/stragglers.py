@@ -152,7 +152,8 @@ class Stragglers:
         """Note that a round is over. Return true if this worker was late and what it gave is kept; and what to say."""
         number, here, warning = self._rounds.number, self._identity.membership, None
         self.failures.pop(number, None)
-        was_late = self.late == number and self._identity.stage is not Stage.OBSERVING
+        waits_for_all = here.mode == "sync" and self._identity.stage is not Stage.OBSERVING
+        was_late = self.late == number and waits_for_all
         self._late_rounds = self._late_rounds + 1 if was_late else 0
         if self._late_rounds >= _CHRONIC_ROUNDS and self._late_rounds.bit_count() == 1:
             what = "is added to what it gives next" if here.late == "keep" else "is forgotten"

@@ -108,7 +108,8 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
                 f"which has waited for {now - applicant.since:.1f} s"
             )
     new = Candidate(join.name, join.offer)
-    group.planes.check(group.name, group.candidates_beside(join.name), new, group.leaves_late)
+    beside = group.case(())._replace(workers=group.candidates_beside(join.name))
+    group.planes.check(group.name, beside, new)
 
 
 def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.quota import counted, used_ranges
@@ -12,8 +12,10 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.lease_table import Use
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
+    Begun,
     Boundary,
     Closed,
+    Computed,
     Cut,
     Durable,
     Entered,
@@ -21,6 +23,7 @@ from gradserver.engine.records import (
     Group as Founded,
     Halt,
     Handling,
+    Moded,
     Plan,
     Reset,
     Round,
@@ -40,11 +43,20 @@ def founded(group: Group, effects: Effects) -> None:
         _first(group, Subgroup(group.name, group.origin.parent, group.origin.member_ids), effects)
     if group.is_durable:
         _first(group, Durable(group.name, group.sessions.secret, group.shards.table.rates), effects)
-    if group.is_durable and group.policy.lateness is not None:
-        _first(group, Stragglers(group.name, group.policy.lateness.keeps), effects)
+    _policies(group, effects)
+    members(group, f"complete with {group.members.world} workers", effects)
+
+
+def _policies(group: Group, effects: Effects) -> None:
+    """Write the policies that a later coordinator needs, where they are not the usual ones."""
+    mode, lateness = group.policy.mode, group.policy.lateness
+    if group.is_durable and lateness is not None:
+        _first(group, Stragglers(group.name, lateness.keeps), effects)
+    if mode.grants:
+        bound = -1 if mode.staleness is None else mode.staleness
+        _first(group, Moded(group.name, str(mode.name), bound, str(mode.damping)), effects)
     if group.nonfinite is not OnNonFinite.HALT:
         _first(group, Handling(group.name, group.nonfinite), effects)
-    members(group, f"complete with {group.members.world} workers", effects)
 
 
 def members(group: Group, reason: str, effects: Effects) -> None:
@@ -118,6 +130,12 @@ def reset(group: Group, effects: Effects) -> None:
 def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effects: Effects) -> None:
     """A round is closed without some members."""
     _first(group, Cut(group.name, group.members.epoch, number, tuple(member_ids), reason), effects)
+
+
+def begun(group: Group, number: int, cohort: Mapping[int, int], others: Sequence[int], effects: Effects) -> None:
+    """A round begins with contributions of some members, each computed at a version."""
+    versions = tuple(Computed(*one) for one in cohort.items())
+    _first(group, Begun(group.name, group.members.epoch, number, versions, tuple(others)), effects)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:

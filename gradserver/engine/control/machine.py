@@ -22,6 +22,7 @@ from gradserver.engine.control import (
     members,
     plans,
     reactions as do,
+    requests,
     rounds,
     sessions,
     shard_replacement,
@@ -43,7 +44,18 @@ from gradserver.engine.reports import (
     RoundCompleted,
     StateComes,
 )
-from gradserver.protocol.messages import Enter, Follow, Join, Opens, Propose, Ready, Serve, StateFailed, Steps
+from gradserver.protocol.messages import (
+    Enter,
+    Follow,
+    Join,
+    Opens,
+    Propose,
+    Ready,
+    RequestRound,
+    Serve,
+    StateFailed,
+    Steps,
+)
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
 
@@ -91,6 +103,7 @@ ROWS: Final = (
     Transition(_BEGUN, (Register, Claim, Used), do.ask_of_data),
     Transition(_BEGUN, (Serve, Enter, Ready, StateFailed), do.say_of_states, (ACTIVE,)),
     Transition(_BEGUN, (Opens, Steps, Follow), do.say_of_modules, (BROKEN,)),
+    Transition(_BEGUN, (RequestRound,), do.request_round),
     Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED)),
     Transition(_BEGUN, (Applied,), do.apply, (ACTIVE, PAUSED)),
     Transition(_BEGUN, (Planned,), do.confirm),
@@ -234,6 +247,24 @@ RULES: Final = (
         "The group pauses: RoundDone is held back.",
     ),
     Rule(
+        lambda _, group: group.policy.mode.grants and requests.is_news(group),
+        lambda registry, group, _: requests.note(registry, group),
+        "The next round waits for requests, or has as many as it needs; or this is not so any more.",
+        "Members that have made none have their grace, and the round timeout.",
+    ),
+    Rule(
+        lambda _, group: group.policy.mode.grants and requests.can_begin(group),
+        lambda _, group, effects: requests.begin(group, effects),
+        "No round is open, and the next one has as many requests as it needs, and waits for no other member.",
+        "CutRound of all others to all shards, and Granted to members with a request.",
+    ),
+    Rule(
+        lambda _, group: requests.must_fail(group),
+        lambda _, group, effects: requests.fail(group, effects),
+        "The group is broken, and members have requested a round.",
+        "They are told why.",
+    ),
+    Rule(
         lambda _, group: bool(group.plans.proposals) and plans.are_complete(group),
         lambda _, group, effects: plans.agree(group, effects),
         "All members have proposed a plan.",
@@ -320,6 +351,18 @@ TIMERS: Final = (
         sessions.overdue,
         "A member that is away should be back.",
         "It is lost, unless its process is known to run: then it has the round timeout.",
+    ),
+    Timer(
+        lambda group: group.requests.grace_ends,
+        lambda _registry, group, _effects: group.requests.end_grace(),
+        "The grace of members that have requested no round is over.",
+        "The rule for requests applies.",
+    ),
+    Timer(
+        requests.deadline,
+        requests.overdue,
+        "Requests have waited for other members for as long as the round timeout.",
+        "These are evicted; a group that needs them is broken.",
     ),
     Timer(
         plans.deadline,

@@ -58,6 +58,7 @@ def remove(
     group.plans.depart(member_id)
     group.sessions.attach(member_id)
     leases.departed(group, member_id)
+    group.requests.depart(member_id)
     rounds.settle_all(group, effects)
     if is_learner:
         learners.gone(group, member_id, reason, politely, now, effects)

@@ -63,6 +63,8 @@ class Case(NamedTuple):
     leaves_late: bool = False
     has_commits: bool = True
     """True if modules have a commit, or none is wrapped yet."""
+    mode: str = "sync"
+    """Mode of the group's rounds."""
 
     @property
     def uses_nccl(self) -> bool:
@@ -162,6 +164,11 @@ def _torch_differs(case: Case) -> str:
 
 _COMMON: Final = (
     Obstacle(
+        lambda case: "" if case.mode == "sync" else f"rounds of mode {case.mode!r} do not wait for all workers",
+        "the coordinator has `--mode bounded` or `--mode async`",
+        "start the coordinator with --mode sync",
+    ),
+    Obstacle(
         lambda case: "rounds are closed without stragglers" if case.leaves_late else "",
         "the coordinator has `--quorum` or `--backup`",
         "start the coordinator without --quorum and --backup",
@@ -227,7 +234,7 @@ _CONNECTED: Final = (
 
 OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
     DIRECT: (
-        *_COMMON[:1],
+        *_COMMON[:2],
         Obstacle(
             lambda case: f"{case.workers[0].name!r} is alone" if len(case.workers) == 1 else "",
             "the group has one worker",
@@ -235,7 +242,7 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             binds=False,
             lasts=False,
         ),
-        *_COMMON[1:],
+        *_COMMON[2:],
         Obstacle(
             _first_without(lambda offer: not offer.devices, "has no CUDA device"),
             "a worker has no CUDA device",
@@ -331,25 +338,25 @@ def can_have_commits(case: Case, demanded: str) -> bool:
     return any(_obstacle(OBSTACLES[plane], case, lambda one: one.lasts) is None for plane in AMONG_MEMBERS)
 
 
-def check(group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool, demanded: str) -> None:
+def check(group: str, others: Case, new: Candidate, demanded: str) -> None:
     """Raise the error that keeps a worker out of a group with ``others``, as to its plane, if there is one.
 
     Raises:
         DisagreementError: it demands another plane than others, or than the coordinator.
         JoinRefusedError: with it the plane that is demanded is impossible.
     """
-    demand = _demand(others, demanded)
+    demand = _demand(others.workers, demanded)
     if demand is not None and new.offer.plane not in (AUTO, demand.plane):
         raise DisagreementError(
             f"{new.name!r} demands plane {new.offer.plane!r} for group {group!r}, and {demand.by} demands "
             f"{demand.plane!r}: demand the same everywhere (plane= of connect, GRADSERVER_PLANE, serve --plane), or "
             f"nothing (plane='auto')"
         )
-    workers = [*others, new]
+    workers = [*others.workers, new]
     demand = _demand(workers, demanded)
     if demand is None:
         return
-    found = _obstacle(OBSTACLES[demand.plane], Case(workers, leaves_late), lambda one: one.binds and one.lasts)
+    found = _obstacle(OBSTACLES[demand.plane], others._replace(workers=workers), lambda one: one.binds and one.lasts)
     if found is not None:
         raise JoinRefusedError(
             f"group {group!r} cannot go by plane {demand.plane!r}, which {demand.by} demands: {found[0]}. "

@@ -109,6 +109,7 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
         return
     journal.planned(group, plan, effects)
     group.plans.adopt(plan, group.rounds.number)
+    group.requests.restart(group.rounds.number)
     group.shards.set_plan(plan)
     for member in group.members.by_id.values():
         tell_agreed(member.connection, plan, plan.each[-1], group.rounds.number, effects)

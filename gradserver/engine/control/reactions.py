@@ -17,6 +17,7 @@ from gradserver.engine.control import (
     members,
     plans,
     recovery,
+    requests,
     rounds,
     sessions,
     shard_replacement,
@@ -42,7 +43,19 @@ from gradserver.engine.reports import (
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError
 from gradserver.protocol.limits import MIB
-from gradserver.protocol.messages import Enter, Follow, Join, Message, Opens, Propose, Ready, Serve, StateFailed, Steps
+from gradserver.protocol.messages import (
+    Enter,
+    Follow,
+    Join,
+    Message,
+    Opens,
+    Propose,
+    Ready,
+    RequestRound,
+    Serve,
+    StateFailed,
+    Steps,
+)
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
 
@@ -140,6 +153,12 @@ def say_of_modules(event: Event) -> None:
     """Tell members that follow which module is next."""
     assert isinstance(event.what, Opens | Steps | Follow)
     turns.hear(event.group, event.member_id, event.what, event.effects)
+
+
+def request_round(event: Event) -> None:
+    """Grant a round when one can begin with it."""
+    assert isinstance(event.what, RequestRound)
+    requests.hear(event.group, event.member_id, event.what, event.effects)
 
 
 def resume(event: Event) -> None:

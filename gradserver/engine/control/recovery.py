@@ -62,6 +62,7 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     here = [member_id for member_id in report.member_ids if member_id in group.members.by_id]
     for member_id in here:
         effects.send(group.members.by_id[member_id].connection, RoundDone(number, epoch))
+    group.requests.recall(report.round)
     if late := group.rounds.recall_late(report.round).intersection(group.members.by_id):
         rounds.cut(group, report.round, sorted(late), effects)
     group.order(Proceed(group.name), effects)

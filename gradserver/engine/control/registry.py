@@ -160,6 +160,7 @@ class Registry:
             digests=self.hashes is not Hashes.OFF,
             backlog=0 if policy.needs_all and policy.lateness is None else policy.backlog,
             lateness=policy.lateness,
+            grants=policy.mode.grants,
             durable=group.is_durable,
             nonfinite=group.nonfinite,
             steady=is_steady(group),

@@ -19,8 +19,9 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.orders import RemoteOrder, SetPlan
-from gradserver.engine.policy import Hashes, Lateness, OnNonFinite, Policy
+from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, Policy, in_mode, mode_of
 from gradserver.engine.records import (
+    Begun,
     Cut,
     Durable,
     Entered,
@@ -28,6 +29,7 @@ from gradserver.engine.records import (
     Group as Founded,
     Halt,
     Handling,
+    Moded,
     Plan,
     Round,
     Spent,
@@ -92,7 +94,8 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
     founded = found.latest(Founded)
     policy = told or (Policy.of(founded.world) if founded is not None else None)
     if policy is not None:
-        policy = replace(policy, lateness=_lateness(found.latest(Stragglers), policy))
+        mode = _mode(found.latest(Moded))
+        policy = replace(policy, lateness=_lateness(found.latest(Stragglers), mode, policy), mode=mode)
     if policy is None or not policy.needs_all:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
@@ -106,9 +109,21 @@ def _policy_in(parent: Group, found: GroupState) -> Policy | None:
     return _policy(found, policy_of(parent, len(made.member_ids)))
 
 
-def _lateness(began: Stragglers | None, policy: Policy) -> Lateness | None:
-    """Give the rule about late members that the group goes on with: as it ``began``. Told of none, it waits for all."""
-    if began is None or not policy.backlog:
+def _mode(began: Moded | None) -> Mode:
+    """Give the mode that the group goes on with: as it ``began``, whatever this coordinator was told."""
+    if began is None:
+        return SYNC
+    return mode_of(began.mode, None if began.staleness < 0 else began.staleness, began.damping)
+
+
+def _lateness(began: Stragglers | None, mode: Mode, policy: Policy) -> Lateness | None:
+    """Give the rule about late members that the group goes on with: as it ``began``. Told of none, it waits for all.
+
+    Where members request rounds, it is the one that this coordinator was told, or else that of the mode.
+    """
+    if mode.grants:
+        return policy.lateness if policy.mode.grants else in_mode(mode)[1]
+    if began is None or not policy.backlog or policy.mode.grants:
         return None
     return replace(policy.lateness or Lateness(percent=100.0), keeps=began.keeps)
 
@@ -226,11 +241,16 @@ def _choice(found: GroupState, epoch: int) -> Choice:
 
 def _close_again(group: Group, found: GroupState) -> None:
     """Note which rounds were closed for late members: that holds, and is told again when the group has recovered."""
+    begun: dict[int, dict[int, int]] = {}
     for cut in (dated.record for dated in found.cuts):
-        if isinstance(cut, Cut):
+        if isinstance(cut, Begun):
+            group.rounds.close_without(cut.round, cut.others)
+            begun[cut.round] = dict(cut.cohort)
+        elif isinstance(cut, Cut):
             group.rounds.close_without(cut.round, cut.member_ids)
             for member_id in cut.member_ids:
                 group.leases.positions.not_counted(member_id, cut.round, group.late_are == "keep")
+    group.requests.restore(begun)
 
 
 def _entered(group: Group, found: GroupState) -> Entered | None:

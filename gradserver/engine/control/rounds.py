@@ -25,7 +25,7 @@ from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late
 from gradserver.protocol.errors import LeftOutError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.limits import KEPT_BYTES, MIB, MIN_SLICE_COST, SLICE_BYTES, TOLD_BYTES
+from gradserver.protocol.limits import KEPT_BYTES, KEPT_ROUNDS, MIB, MIN_SLICE_COST, SLICE_BYTES, TOLD_BYTES
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.offers import pack_offers
 
@@ -232,13 +232,22 @@ def _has_no_room(group: Group, member_id: int, number: int) -> bool:
 
     The member would be evicted, and a group that needs all its members would end. An elastic group goes on without it.
     """
+    if group.plans.plan is None or not group.policy.needs_all:
+        return False
+    rounds = group.rounds.late_in_a_row(member_id, number) + 1
+    return rounds > MAX_CUTS or overruns(group, rounds)
+
+
+def overruns(group: Group, rounds: int) -> bool:
+    """Tell whether the results of so many rounds might be more than a member may leave unread, or has room for."""
     plan = group.plans.plan
-    if plan is None or not group.policy.needs_all:
+    if plan is None:
         return False
     slices = len(plan.buckets) * len(group.shards.all) + plan.nbytes // SLICE_BYTES
-    rounds = group.rounds.late_in_a_row(member_id, number) + 1
-    room = min(group.policy.backlog, KEPT_BYTES) - TOLD_BYTES
-    return rounds > MAX_CUTS or rounds * (plan.nbytes + slices * MIN_SLICE_COST) > room
+    backlog, kept = group.policy.backlog, KEPT_BYTES
+    if group.policy.mode.grants:
+        backlog, kept = (max(one, KEPT_ROUNDS * plan.nbytes) for one in (backlog, kept))
+    return rounds * (plan.nbytes + slices * MIN_SLICE_COST) > min(backlog, kept) - TOLD_BYTES
 
 
 def _why_it_waits(group: Group, member_ids: list[int], late: Late) -> str:

@@ -30,7 +30,7 @@ from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import SYNC, OnNonFinite, Policy
 from gradserver.protocol.errors import (
     CollectiveMismatchError,
     DeadlineError,
@@ -108,7 +108,7 @@ def _make(registry: Registry, parent: Group, message: Split) -> Group:
 def policy_of(parent: Group, size: int) -> Policy:
     """Return the policy of a sub-group of so many members: it waits for all of them, and goes on as its parent does."""
     least = size if parent.policy.needs_all else 1
-    return replace(parent.policy, minimum=least, maximum=size, lateness=None, rejoin=0.0)
+    return replace(parent.policy, minimum=least, maximum=size, lateness=None, rejoin=0.0, mode=SYNC)
 
 
 def is_lasting(parent: Group | None, origin: Origin) -> bool:

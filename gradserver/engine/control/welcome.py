@@ -47,5 +47,8 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         demanded=choice.demanded,
         commits=group.has_commits,
         digests=group.planes.digests,
+        mode=str(group.policy.mode.name),
+        staleness=-1 if group.policy.mode.staleness is None else group.policy.mode.staleness,
+        damping=str(group.policy.mode.damping),
         offers=group.planes.offers_of(present),
     )

@@ -21,7 +21,7 @@ from gradserver.engine.orders import OpenGroup
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, ExchangeKey, Layout, Operation, Pool, pool_of
-from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.limits import KEPT_ROUNDS, SLICE_BYTES
 from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Table, share_of
@@ -167,6 +167,8 @@ class Group:
         """Exchange the buckets of ``plan`` from ``first_round`` on."""
         self._keep_memories(plan)
         self.plan, self.planned = plan, first_round
+        if self.order.grants:
+            self.listeners.make_room(KEPT_ROUNDS * plan.nbytes)
         self.table.set_plan(plan)
         self.full_buckets = self.table.buckets_of(plan, self.order.shard)
         if self.order.digests:

@@ -361,7 +361,7 @@ class Data:
     def allowance(self) -> int:
         """Return the most bytes that one member may have under way, or leave unread: its credits and a backlog."""
         credit = max((group.order.credit for group in self.groups.values()), default=CREDIT_BYTES)
-        backlog = max((group.order.backlog for group in self.groups.values()), default=0)
+        backlog = max((group.listeners.backlog for group in self.groups.values()), default=0)
         return len(Pool) * (credit + SLICE_BYTES) + backlog
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:

@@ -25,6 +25,10 @@ class Listeners:
     unread: Counter[int] = field(default_factory=Counter)
     """Bytes of these that each member has not read."""
 
+    def make_room(self, nbytes: int) -> None:
+        """Let each leave as many bytes unread, at least."""
+        self.backlog = max(self.backlog, nbytes)
+
     def begin(self, member_ids: Iterable[int], number: int) -> None:
         """Send ``member_ids`` the results of rounds from ``number`` on."""
         self.rounds.update(dict.fromkeys(member_ids, number))

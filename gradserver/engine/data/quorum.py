@@ -50,6 +50,8 @@ def contributed(group: Group, number: int, member_id: int, ended: bool, now: flo
         return None
     if ended:
         current.contributed(member_id, group.full_buckets[current.section])
+    if group.order.grants:
+        return None
     if current.quorum_at is not None or not (ended or group.traffic.has_no_credit(member_id)):
         return None
     lateness = group.order.lateness

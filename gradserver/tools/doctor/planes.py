@@ -23,7 +23,8 @@ def examine(report: Report, offer: Offer, status: dict[str, Any] | None, here: b
         shown = group["plane"]
         now = f"{shown['name']}, because {shown['reason']}" if shown["reason"] else shown["name"]
         workers = [*members, Candidate("this worker", own)]
-        then = choose(Case(workers, shown["leaves_late"], shown["has_commits"]), shown["coordinator_demands"])
+        case = Case(workers, shown["leaves_late"], shown["has_commits"], shown["mode"])
+        then = choose(case, shown["coordinator_demands"])
         value = {"now": shown["name"], "with_this_worker": then.plane, "reason": then.reason}
         section.add(f"group_{name}", value, f"{now}. With a worker of this machine: {then}")
 

@@ -19,6 +19,7 @@ from gradserver.engine.control.group.origin import Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.group.plans import Plans
 from gradserver.engine.control.group.recovery import Recovery
+from gradserver.engine.control.group.requests import Requests
 from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
@@ -29,7 +30,6 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure, Member, Newcomer
 from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
-from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_TOKEN, MAX_UNWRITTEN_ROUNDS
@@ -37,8 +37,6 @@ from gradserver.protocol.messages import Membership
 from gradserver.protocol.offers import summary
 from gradserver.protocol.shards import Table
 
-_SHOWN: Final = ("round", "weights", "opened", "completed", "last", "cut")
-"""Fields of the last round that the status shows."""
 MAX_REASON: Final = 300
 """Characters of the reason of a departure, of those that all names leave in a header."""
 
@@ -95,6 +93,7 @@ class Group:
     shards: DataShards = field(init=False)
     leases: Leases = field(default_factory=Leases)
     turns: Turns = field(default_factory=Turns)
+    requests: Requests = field(default_factory=Requests)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -203,7 +202,8 @@ class Group:
         """Return the facts by which the plane of these members is chosen."""
         names = self.members.identities.names
         workers = self.planes.candidates({member_id: names[member_id] for member_id in member_ids})
-        return Case(workers, self.leaves_late, self.plans.plan is None or self.has_commits)
+        has_commits = self.plans.plan is None or self.has_commits
+        return Case(workers, self.leaves_late, has_commits, str(self.policy.mode.name))
 
     @property
     def has_commits(self) -> bool:
@@ -356,11 +356,13 @@ class Group:
             "elastic": [policy.minimum, policy.maximum] if policy.is_elastic else None,
             "epoch": self.members.epoch,
             "round": self.rounds.number,
+            "mode": str(policy.mode),
             "plane": self.planes.describe(identities.present, self.case(identities.present)),
             "plan": None if plan is None else {"buckets": len(plan.buckets), "bytes": plan.nbytes},
             "members": [
                 # "seat" is the member id: a name in JSON stays as it is
                 {"rank": identities.rank(member_id), "name": identities.names[member_id], "seat": member_id}
+                | self.requests.describe(member_id)
                 | self.planes.describe_offer(member_id)
                 for member_id in self.members.by_id
             ],
@@ -368,7 +370,7 @@ class Group:
             "joining": [one.describe(identities.rank(member_id)) for member_id, one in self.learners.by_id.items()],
             "broken": self.broken.message if self.broken else None,
             "data": self.leases.positions.snapshot(),
-            "last_round": _record(self.rounds.ledger[-1]) if self.rounds.ledger else None,
+            "last_round": self.rounds.describe_last(),
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
             "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},
@@ -393,7 +395,3 @@ class Group:
         assert len(set(connections)) == len(connections), f"{self.name} has a connection twice"
         self.leases.positions.validate()
         return connections
-
-
-def _record(record: RoundRecord) -> dict[str, object]:
-    return {name: getattr(record, name) for name in _SHOWN}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradserver.engine.control.planes import Candidate, Case, Choice, can_have_commits, check, choose
@@ -71,16 +71,16 @@ class Planes:
         """Tell whether members of a group that begins can reduce among themselves, now or with more workers."""
         return can_have_commits(case, self.demanded)
 
-    def check(self, group: str, others: Sequence[Candidate], new: Candidate, leaves_late: bool) -> None:
+    def check(self, group: str, others: Case, new: Candidate) -> None:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""
-        check(group, others, new, leaves_late, self.demanded)
+        check(group, others, new, self.demanded)
 
     def describe(self, present: Iterable[int], case: Case) -> dict[str, object]:
         """Return the plane as plain JSON values, and what it follows from beside the offers."""
         plane, reason, demanded = self.choice
         offers = self.offers_of(present)
         shown = {"name": plane, "reason": reason, "demanded": demanded, "devices": summary(offers) if offers else ""}
-        facts = {"leaves_late": case.leaves_late, "has_commits": case.has_commits}
+        facts = {"leaves_late": case.leaves_late, "has_commits": case.has_commits, "mode": case.mode}
         return {**shown, "coordinator_demands": self.demanded, **facts}
 
     def describe_offer(self, member_id: int) -> dict[str, object]:

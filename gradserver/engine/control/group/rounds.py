@@ -14,6 +14,8 @@ from gradserver.engine.journal_state import MAX_CUTS
 from gradserver.engine.records import RoundRecord
 
 _LEDGER_ROUNDS: Final = 256
+_SHOWN: Final = ("round", "weights", "opened", "completed", "last", "cut")
+"""Fields of the last round that the status shows."""
 
 
 @dataclass(slots=True)
@@ -109,6 +111,10 @@ class Rounds:
         """Return members that round ``number`` was closed without. Later rounds have not begun after all."""
         self.late = {one: member_ids for one, member_ids in self.late.items() if one <= number}
         return self.late.get(number, set())
+
+    def describe_last(self) -> dict[str, object] | None:
+        """Return the last round as plain JSON values; None before the first is over."""
+        return {name: getattr(self.ledger[-1], name) for name in _SHOWN} if self.ledger else None
 
     def restore(self, told: tuple[int, int], planned: int, last: RoundRecord | None) -> None:
         """Go on behind what an earlier coordinator has written down."""

@@ -1,0 +1,44 @@
+"""Messages about rounds that members request: in groups with bounded staleness, and in asynchronous ones.
+
+worker                                  coordinator
+  RequestRound ──────────────────────────► "I have a contribution"
+  ◄────────────────────────────────────── Granted, with the round in which it counts
+  Push + slice ──────────────────────────► as in every round
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradserver.protocol.fields import Count, Flag, Stated
+from gradserver.protocol.message_family import MessageKind, message
+
+
+@message(47)
+@dataclass(frozen=True, slots=True)
+class RequestRound(MessageKind):
+    """The request for a round, by a member with a contribution. Until that is over, a member has one request.
+
+    Attributes:
+        version: number of updates that its weights had when it computed the contribution.
+        first: the first round that it can contribute to.
+        follows: true if it has no data: no round waits for it, and it takes part with weight 0.
+        pushes: true if it was granted ``first``, and has begun to push; said again on a new connection.
+    """
+
+    version: Stated
+    first: Stated
+    follows: Flag = False
+    pushes: Flag = False
+
+
+@message(48)
+@dataclass(frozen=True, slots=True)
+class Granted(MessageKind):
+    """The answer that the contribution counts in ``round``. If it is ``refused``, it is too old for that.
+
+    Then its member drops it, and computes again when it has the updates before ``round``.
+    """
+
+    round: Count
+    refused: Flag = False
