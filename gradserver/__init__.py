@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         shard_ratios as shard_ratios,
         shard_sizes as shard_sizes,
     )
-    from gradserver.protocol.cadence import Cadence as Cadence
+    from gradserver.protocol.cadence import Cadence as Cadence, CadenceOptions as CadenceOptions
     from gradserver.protocol.convergence import ConvergenceGuard as ConvergenceGuard
     from gradserver.protocol.errors import (
         AbandonedError as AbandonedError,
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     )
     from gradserver.protocol.messages import Membership as Membership
     from gradserver.worker.client import Worker as Worker
+    from gradserver.worker.data.balanced import BalancedSampler as BalancedSampler
     from gradserver.worker.data.ranges import DataRanges as DataRanges
     from gradserver.worker.data.sampler import ShardSampler as ShardSampler
     from gradserver.worker.data.sharding import shard_batches as shard_batches
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
         local_mean as local_mean,
         unflatten as unflatten,
     )
+    from gradserver.worker.torch_ddp.pacing import Balance as Balance
 
 _HOME = {
     "connect": "gradserver.alone",
@@ -115,6 +117,9 @@ _HOME = {
     "shard_sizes": "gradserver.protocol.balance",
     "Cadence": "gradserver.protocol.cadence",
     "ConvergenceGuard": "gradserver.protocol.convergence",
+    "CadenceOptions": "gradserver.protocol.cadence",
+    "Balance": "gradserver.worker.torch_ddp.pacing",
+    "BalancedSampler": "gradserver.worker.data.balanced",
     "shard_batches": "gradserver.worker.data.sharding",
     "DataRanges": "gradserver.worker.data.ranges",
     "ShardSampler": "gradserver.worker.data.sampler",
@@ -128,8 +133,11 @@ _HOME = {
 __all__ = [
     "AbandonedError",
     "BackendUnavailableError",
+    "Balance",
+    "BalancedSampler",
     "BlockShape",
     "Cadence",
+    "CadenceOptions",
     "ClosedError",
     "CollectiveMismatchError",
     "ConnectionLostError",

@@ -194,6 +194,11 @@ def _members(group: dict[str, Any]) -> list[str]:
         cells = [member["rank"], member["name"], f"{flights[member_id] / 1e6:.1f} MB"]
         for column, cell in zip(found.values(), [*cells, "came last" if member_id == last else ""], strict=True):
             column.append(cell)
+    paces = [member.get("pace") for member in group["members"]]
+    if any(paces):
+        found["speed"] = [f"{pace['rate']:.3g} {pace['unit']}/s" if pace else "" for pace in paces]
+        found["share"] = [f"{pace['share']:.0%}" if pace else "" for pace in paces]
+        found["batches"] = [f"{pace['batches']} a round" if pace else "" for pace in paces]
     offers = [member.get("offer", {}) for member in group["members"]]
     if any(offer.get("devices") for offer in offers):
         found["device"] = [offer["devices"][0]["name"] if offer.get("devices") else "CPU" for offer in offers]

@@ -182,6 +182,27 @@ class ThroughputTracker:
         """True if all shares are equal."""
         return all(abs(ratio - self.ratios[0]) < 1e-6 for ratio in self.ratios)
 
+    def resized(self, kept: Sequence[int | None]) -> ThroughputTracker:
+        """Return a tracker for other ranks: ``kept`` has for each the rank that it was here, or None for a new one.
+
+        What is known of the others holds, and their ratios follow at once. A new rank counts as an average one until
+        it is measured, for which calibration begins again.
+
+        Raises:
+            InvalidWorldSizeError: there is no rank.
+        """
+        other = ThroughputTracker(
+            len(kept), calibration_steps=self._calibration_steps, rebalance_interval=self._rebalance_interval
+        )
+        other.throughputs = [0.0 if rank is None else self.throughputs[rank] for rank in kept]
+        if None not in kept:
+            other.steps = self.steps
+        known = [throughput for throughput in other.throughputs if throughput]
+        average = math.fsum(known) / max(len(known), 1)
+        if known:
+            other.ratios = shard_ratios([throughput or average for throughput in other.throughputs])
+        return other
+
     def sizes(self, batch_size: int) -> tuple[int, ...]:
         """Return each rank's number of samples of a batch: see `shard_sizes`."""
         return shard_sizes(self.ratios, batch_size)

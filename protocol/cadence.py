@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from gradserver.protocol.balance import check_hint, rounded
@@ -33,6 +34,55 @@ _DEAD_ZONE: Final = 0.10
 _LEAST_FACTOR: Final = 0.1
 _LEAST_MILLISECONDS: Final = 1e-6
 """Time of a batch below which it was not measured: a nanosecond."""
+
+
+@dataclass(frozen=True)
+class CadenceOptions:
+    """Options of the cadence of a training, the same at all members of a group.
+
+    For example:
+
+        model = gradserver.DistributedDataParallel(network, worker, cadence=CadenceOptions(overhead_target=0.05))
+
+    `Cadence` says what follows from them.
+
+    Attributes:
+        anchor: batches of the slowest rank between two exchanges, at first and at least.
+        overhead_target: part of the time that exchanges may take. It is clamped to 0.01 … 0.50.
+        max_anchor: the largest anchor. 0 turns the cadence off: an exchange for each batch.
+        max_batch_diff: the most by which a rank's number of batches changes at once; None for no limit.
+        speed_hint: ``(slow_rank, ratio)`` for the first round: each other rank computes ``ratio`` times as many batches
+            as ``slow_rank``.
+
+    Raises:
+        InvalidArgumentError: an option is not possible.
+    """
+
+    anchor: int = FIRST_ANCHOR
+    overhead_target: float = OVERHEAD_TARGET
+    max_anchor: int = MOST_ANCHOR
+    max_batch_diff: int | None = None
+    speed_hint: tuple[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_on:
+            self.cadence(2 if self.speed_hint is None else max(self.speed_hint[0] + 1, 2))
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a cadence at all."""
+        return self.max_anchor != 0
+
+    def cadence(self, world_size: int, hinted: bool = True) -> Cadence:
+        """Return the cadence of ``world_size`` ranks; with the speed hint, unless not ``hinted``."""
+        return Cadence(
+            world_size,
+            anchor=self.anchor,
+            overhead_target=self.overhead_target,
+            max_anchor=self.max_anchor,
+            max_batch_diff=self.max_batch_diff,
+            speed_hint=self.speed_hint if hinted else None,
+        )
 
 
 class Cadence:
@@ -119,6 +169,28 @@ class Cadence:
         if longest >= _LEAST_MILLISECONDS:
             self._move_anchor(sync_milliseconds / longest)
         self._choose()
+
+    def resized(self, kept: Sequence[int | None]) -> Cadence:
+        """Return a cadence for other ranks: ``kept`` has for each the rank that it was here, or None for a new one.
+
+        The anchor, and what is known of the others, hold. A new rank begins with the anchor. Counts stay until it has a
+        time, and are then chosen as in a first calibration.
+
+        Raises:
+            InvalidWorldSizeError: there are less than 2 ranks.
+        """
+        other = Cadence(
+            len(kept),
+            anchor=self._first,
+            overhead_target=self.overhead_target,
+            max_anchor=self._most,
+            max_batch_diff=self._max_batch_diff,
+        )
+        other.anchor = self.anchor
+        other.milliseconds = [0.0 if rank is None else self.milliseconds[rank] for rank in kept]
+        other.counts = tuple(self.anchor if rank is None else self.counts[rank] for rank in kept)
+        other.calibrated = self.calibrated and None not in kept
+        return other
 
     def nudge(self, factor: float) -> None:
         """Make exchanges more frequent: the anchor times ``factor``, 0.1 to 1, rounded up. It never grows.

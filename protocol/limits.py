@@ -62,6 +62,7 @@ MAX_DEVICES: Final = 16
 MAX_PLANE_REASON: Final = 256
 """UTF-8 of the reason for which a group has its plane."""
 MAX_RATE: Final = 1e6
+MAX_PACE: Final = 1e15
 """Gbit/s of a link."""
 MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
 """Bytes that a coordinator tells a data shard at once: a plan, at most."""

@@ -67,7 +67,7 @@ def test_applicants_wait_until_the_last_one_has_come() -> None:
     harness.join(3, "c", world=3)
     names = ("a", "b", "c")
     assert [welcome(harness, c) for c in (1, 2, 3)] == [
-        Welcome("default", rank, 1, harness.credit, names, member_ids=(0, 1, 2), timeout=10.0, needs_all=True)
+        Welcome("default", rank, 1, harness.credit, names, member_ids=(0, 1, 2), timeout=10.0, needs_all=True, places=3)
         for rank in range(3)
     ]
     assert harness.group()["state"] == "active"
@@ -86,7 +86,7 @@ def test_a_group_of_one_is_complete_at_once() -> None:
     harness.join(1, "alone", world=1)
 
     assert welcome(harness, 1) == Welcome(
-        "default", 0, 1, harness.credit, ("alone",), member_ids=(0,), timeout=10.0, needs_all=True
+        "default", 0, 1, harness.credit, ("alone",), member_ids=(0,), timeout=10.0, needs_all=True, places=1
     )
 
 

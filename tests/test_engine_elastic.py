@@ -55,7 +55,8 @@ def test_a_group_that_has_its_minimum_waits_for_more_and_begins() -> None:
 
     names = ("a", "b", "c")
     assert welcomes(driven, 0, 1, 2) == [
-        Welcome("default", rank, 1, driven.credit, names, member_ids=(0, 1, 2), timeout=10.0) for rank in range(3)
+        Welcome("default", rank, 1, driven.credit, names, member_ids=(0, 1, 2), timeout=10.0, places=4)
+        for rank in range(3)
     ]
     assert driven.group()["state"] == "active"
     assert driven.group()["world_size"] == 3

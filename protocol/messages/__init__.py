@@ -25,6 +25,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Result + slice, unasked, to a listener
   Taken ─────────────────────────────────► bytes of that which were read
   Register, Claim, Used ─────────────────► data: `.leases` has them, and the answers
+  Paced ─────────────────────────────────► shows in the status how fast this member is
   Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
   Leave ─────────────────────────────────► forgets the worker
@@ -92,6 +93,7 @@ from gradserver.protocol.messages.membership import (
     Enter,
     Entered,
     Membership,
+    Paced,
     Ready,
     RoundDone,
     Serve,

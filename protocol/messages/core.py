@@ -75,6 +75,7 @@ class Welcome(MessageKind):
         mode: mode of the rounds: "sync", "bounded" or "async".
         staleness: most updates by which a contribution may be late; -1 for no limit, and in mode "sync".
         damping: factor of stale contributions: "none" or "inverse".
+        places: the largest number of members; their ids are below. 0 if that is not known.
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -103,6 +104,7 @@ class Welcome(MessageKind):
     mode: Text = "sync"
     staleness: Annotated[int, Field(integer(-1, MAX_STALENESS))] = -1
     damping: Text = "none"
+    places: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))] = 0
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, Self
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.declared import BESIDE, nested, several
+from gradserver.protocol.checks import number
+from gradserver.protocol.declared import BESIDE, Field, nested, several
 from gradserver.protocol.fields import Count, Flag, Rank, Ranks, Seconds, Text, Texts
-from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST
+from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_LIST, MAX_PACE
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.offers import Offer, PlaneName, unpack_offers
 from gradserver.protocol.planes import TCP
@@ -113,6 +114,24 @@ class Split(MessageKind):
     member_ids: Ranks
     timeout: Seconds
     leaders: Flag = False
+
+
+@message(49)
+@dataclass(frozen=True, slots=True)
+class Paced(MessageKind):
+    """The measured speed of this member, and its part of the work, for people.
+
+    Attributes:
+        rate: units of work in a second of computation; 0 if that is not known.
+        unit: "samples" or "batches".
+        share: its part of the group's work, 0 to 1.
+        batches: batches that it computes in a round.
+    """
+
+    rate: Annotated[float, Field(number(0.0, MAX_PACE))]
+    unit: Text
+    share: Annotated[float, Field(number(0.0, 1.0))]
+    batches: Count
 
 
 @message(35)

@@ -132,6 +132,12 @@ class DataRanges:
         """Parameters that determine an epoch's order, besides its number. They are the same at every member."""
         return {"length": self.length, "seed": self._seed, "shuffle": self._shuffle, "name": self.name}
 
+    @property
+    def unexchanged(self) -> int:
+        """Number of samples in batches that were taken since the last round began."""
+        with self._lock:
+            return count(self._used)
+
     # ── taking batches ────────────────────────────────────────────────────────────────────────────────
 
     def take(self) -> Indices:

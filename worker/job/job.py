@@ -11,13 +11,14 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
+from gradserver.protocol.errors import StateError, UsageError
 from gradserver.protocol.messages import Opened
+from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.job.checkpoint import Directory
-from gradserver.worker.job.position import position_of
-from gradserver.worker.job.saving import Saving
+from gradserver.worker.job.position import check_data, position_of
+from gradserver.worker.job.saving import Saving, check_every
 from gradserver.worker.job.state import JobState
 from gradserver.worker.job.stopping import stop_on_sigterm
 from gradserver.worker.job.trained import (
@@ -102,13 +103,15 @@ class Job:
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
         scheduler: Scheduler | Sequence[Scheduler | None] | Mapping[str, Scheduler | None] | None = None,
         *,
-        data: ShardSampler | DataRanges | None = None,
+        data: ShardSampler | DataRanges | BalancedSampler | None = None,
         state: Mapping[str, Stateful] | None = None,
         checkpoint: str | Path | None = None,
         every: int | None = None,
         keep: int = 2,
     ) -> None:
-        _check(data, checkpoint, every)
+        check_every(every, checkpoint)
+        if data is not None:
+            check_data(data)
         self._parts = trained(model, optimizer, scheduler)
         first = self._parts[0]
         self.model, self.optimizer, self.scheduler = first.model, first.optimizer, first.scheduler
@@ -177,6 +180,8 @@ class Job:
         First ``before()`` is called, for example clipping. Then the optimizer and the scheduler step. Then ``after()``
         is called, for example a moving average. Then the gradients are cleared.
 
+        After a backward that exchanged nothing, as most do with a cadence, it does nothing.
+
         In a group that skips rounds with gradients that are not finite, such a round updates nothing.
 
         Of several models, those that are named or given are updated. Without any, all are updated. Gradients that
@@ -190,6 +195,8 @@ class Job:
             StateError: a worker was told to stop, and the state could not be saved.
         """
         self._check_step(before, after)
+        if not self._several and not self.model.exchanged:
+            return  # its cadence, or `no_sync`, has accumulated the gradients
         updated, before_it = chosen(self._parts, models), self.round
         dropped = together(self._parts, updated) if self._dropped is None else self._dropped
         if self._several:
@@ -254,7 +261,7 @@ class Job:
 
         Args:
             loader: a data set, or a DataLoader. The ``sampler`` of the DataLoader is the job's ``data``. With
-                DataRanges, its ``batch_sampler`` is.
+                a BalancedSampler or DataRanges, its ``batch_sampler`` is.
             epochs: number of epochs of the whole training, including those before a restart.
             step: function that the loop calls after each backward, if that is more than ``job.step()``. It calls
                 ``job.step(before=…, after=…)``. Workers without batches call it too. With several models it gets those
@@ -386,15 +393,3 @@ class Job:
                 "workers that run out of batches must do the same after each round: put job.step(before=…, after=…) "
                 "into a function, and give it to job.batches(loader, step=…) too"
             )
-
-
-def _check(data: object, checkpoint: object, every: object) -> None:
-    if data is not None and not isinstance(data, ShardSampler | DataRanges):
-        raise InvalidArgumentError(
-            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: an "
-            f"object with a state_dict can go into state="
-        )
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")
-    if every is not None and checkpoint is None:
-        raise UsageError("every= says when to save, and not where: Job(…, checkpoint=DIRECTORY)")

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gradserver.protocol.errors import StateError, UsageError
+from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
 from gradserver.protocol.ranges import pack, unpack
 from gradserver.worker.client import Worker
+from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.tree import Tree
@@ -178,6 +179,59 @@ class RangesPosition:
             raise StateError(f"its data is {there['order']}, and this job's is {self.data.order}")
 
 
+class StepsPosition:
+    """The position in data of which each step takes a batch of all workers together.
+
+    Args:
+        data: the job's.
+    """
+
+    def __init__(self, data: BalancedSampler) -> None:
+        self.data = data
+        self.running = False
+        """True if a loop goes over the data now."""
+
+    def loader(self, dataset: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
+        """Return a loader of ``dataset`` for `batches`."""
+        return DataLoader(dataset, batch_sampler=self.data, **options)
+
+    def epochs(self, stop: int) -> Iterator[int]:
+        """Yield each epoch from the present one on, up to ``stop``."""
+        while self.data.epoch < stop:
+            yield self.data.epoch
+            self.data.set_epoch(self.data.epoch + 1)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of ``loader`` in the present epoch."""
+        if loader.batch_sampler is not self.data:
+            raise UsageError(
+                "job.batches needs a loader that draws from the job's own data=: DataLoader(…, batch_sampler=data)"
+            )
+        yield from loader
+
+    def own(self) -> Tree:
+        """Return this worker's part of the position: it is the same for all."""
+        return None
+
+    def of_all(self, _told: Sequence[Tree]) -> Tree:
+        """Return the position for a checkpoint, or for a learner."""
+        return {"order": self.data.order, "epoch": self.data.epoch, "step": self.data.step}
+
+    def resume(self, saved: Tree) -> None:
+        """Continue where a checkpoint says. StateError if it is about other data."""
+        if saved["order"] != self.data.order:
+            raise StateError(f"its data is {saved['order']}, and this job's is {self.data.order}")
+        self.data.set_epoch(saved["epoch"], saved["step"])
+
+    def for_who_joins(self) -> Tree:
+        """Return this worker's position, for a learner."""
+        return self.of_all(())
+
+    def join(self, there: Tree) -> None:
+        """Begin where a member is. The first decision in which this worker counts says from where on it has a share."""
+        self.resume(there)
+
+
 # ── chance ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -205,8 +259,21 @@ def set_chance(state: Tree) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def position_of(data: ShardSampler | DataRanges, worker: Worker) -> Position | RangesPosition:
+def check_data(data: object) -> None:
+    """Raise InvalidArgumentError if this is no data that a job can take."""
+    if not isinstance(data, ShardSampler | DataRanges | BalancedSampler):
+        raise InvalidArgumentError(
+            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler, BalancedSampler or DataRanges: "
+            f"an object with a state_dict can go into state="
+        )
+
+
+def position_of(
+    data: ShardSampler | DataRanges | BalancedSampler, worker: Worker
+) -> Position | RangesPosition | StepsPosition:
     """Return the position in ``data``. Epochs are dealt by the worker's present rank, if that can change."""
+    if isinstance(data, BalancedSampler):
+        return StepsPosition(data)
     if isinstance(data, DataRanges):
         return RangesPosition(data)
     own = (data.rank, data.world_size) == (worker.rank, worker.world_size)

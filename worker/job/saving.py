@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from gradserver.protocol.errors import StateError, UsageError, WorkerLeftError
+from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError, WorkerLeftError
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 from gradserver.worker.job.checkpoint import Directory, Writing, write
@@ -115,3 +115,11 @@ class Saving:
             outcome = next((one for one in gather(self._worker, mine) if one is not None), "its writer was lost")
         if outcome != "written":
             raise StateError(str(outcome))
+
+
+def check_every(every: object, checkpoint: object) -> None:
+    """Raise an error if ``every`` is no number of rounds, or has no directory."""
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")
+    if every is not None and checkpoint is None:
+        raise UsageError("every= says when to save, and not where: Job(…, checkpoint=DIRECTORY)")

@@ -15,7 +15,7 @@ from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.version import __version__
 from gradserver.worker.client import Worker
 from gradserver.worker.job.checkpoint import read
-from gradserver.worker.job.position import Position, RangesPosition, chance, set_chance
+from gradserver.worker.job.position import Position, RangesPosition, StepsPosition, chance, set_chance
 from gradserver.worker.job.trained import Stateful, Trained, check_parts, state_of, states
 from gradserver.worker.torch_ddp.alike import check_same_start, check_weights, digest_of, gather
 from gradserver.worker.tree import Tree
@@ -46,7 +46,7 @@ class JobState:
         worker: Worker,
         parts: Sequence[Trained],
         others: Mapping[str, Stateful],
-        position: Position | RangesPosition | None,
+        position: Position | RangesPosition | StepsPosition | None,
     ) -> None:
         self.round = self.done = 0
         self._worker = worker

@@ -22,7 +22,6 @@ Hooks run in the thread that computes a gradient: the caller's for a module on t
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import GradServerError, OutOfStepError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.graph import check_touched, graph_changed, warn_of_graph
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence
@@ -64,6 +64,7 @@ class Backward:
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
         fresh: whether there was an exchange since the gradients were last cleared (`gradserver.Job` says so).
         latest: what all modules of the latest exchanging backward share.
+        exchanged: whether the latest backward exchanged gradients.
         ended: exchanges without any batch since `DistributedDataParallel.join` began: each ends one such block.
     """
 
@@ -71,7 +72,7 @@ class Backward:
         self.rounds = rounds
         self.syncs = True
         self.training = True
-        self.anybody = True
+        self.anybody = self.exchanged = True
         self.ended = 0
         self._worker = worker
         self._options = options
@@ -168,7 +169,9 @@ class Backward:
             return
         if self.exchanges and not self.training:  # the forward has not checked it
             self._check_frozen()
-        self._start(State.EXCHANGE if self.syncs and self.exchanges else State.LOCAL)
+        pacing = self.rounds.pacing
+        is_due = pacing is None or pacing.is_due(self._pending + 1, len(self._sequence.members))
+        self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
         self.leads = self._sequence.may_push(self)
         self.rounds.begin(self._pending + 1, foreseen=self._learned)
         engine: Any = torch.autograd.Variable._execution_engine
@@ -176,8 +179,11 @@ class Backward:
 
     def _start(self, state: State) -> None:
         self._state = state
+        self.exchanged = state is State.EXCHANGE
         self._number += 1
         thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
+        if (pacing := self.rounds.pacing) is not None:
+            pacing.check_accumulated(self.rounds.slots, thrown_away)
         if thrown_away:
             self._pending = 0
         for slot in self.rounds.slots:
@@ -193,7 +199,8 @@ class Backward:
         with self._lock, torch.no_grad():
             self._begin()
             if has_graph and not self._warned:
-                self._warn_of_graph()
+                self._warned = True
+                warn_of_graph()
             slot.fired += 1
             slot.touched = True
             as_view = self._options.gradient_as_bucket_view
@@ -214,7 +221,7 @@ class Backward:
 
     def _count(self, index: int, slot: Slot) -> None:
         if slot.fired > slot.expected and self._options.static_graph:
-            raise self._graph_changed(slot)
+            raise graph_changed(slot)
         if slot.fired > slot.expected:
             raise UsageError(
                 f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a "
@@ -241,6 +248,8 @@ class Backward:
             self._state = State.IDLE
             if self.exchanges:
                 self._pending += fired
+                if fired and (pacing := self.rounds.pacing) is not None:
+                    pacing.accumulated(self.rounds.weight, self.rounds.slots)
             elif fired and self.syncs:
                 with self._failing():
                     self.rounds.modes.check(Mode.EVAL)
@@ -337,14 +346,6 @@ class Backward:
                     )
         self._versions = None
 
-    def _warn_of_graph(self) -> None:
-        self._warned = True
-        warnings.warn(
-            "backward(create_graph=True): the averaged gradients in .grad have no graph. For a penalty on gradients "
-            "use torch.autograd.grad(…, create_graph=True), and add it to the loss",
-            stacklevel=2,
-        )
-
     # ── is the graph what it was said to be? ──────────────────────────────────────────────────────────
 
     def _check_graph(self) -> None:
@@ -357,27 +358,12 @@ class Backward:
         else:
             changed = next((slot for slot in self.rounds.slots if slot.fired != slot.expected), None)
             if changed is not None:
-                raise self._graph_changed(changed)
+                raise graph_changed(changed)
 
     def _check_all_touched(self) -> None:
         if self._options.tracks_used:
             return
-        unused = [slot.name for slot in self.rounds.slots if not slot.touched]
-        if unused:
-            more = f" and {len(unused) - _MAX_NAMED} more" if len(unused) > _MAX_NAMED else ""
-            raise UsageError(
-                f"no gradient came for {', '.join(map(repr, unused[:_MAX_NAMED]))}{more} of "
-                f"{len(self.rounds.slots)} parameters, so the buckets that they belong to were not pushed. If the loss "
-                f"does not always depend on them, pass find_unused_parameters=True (or static_graph=True, if it is "
-                f"the same ones in every step)"
-            )
-
-    def _graph_changed(self, slot: Slot) -> UsageError:
-        return UsageError(
-            f"static_graph=True, but the graph changed: the gradient of {slot.name!r} became ready {slot.fired} times "
-            f"in this backward, and {slot.expected} times in the first. If the loss does not always depend on the same "
-            f"parameters, pass find_unused_parameters=True instead"
-        )
+        check_touched(self.rounds.slots)
 
 
 class _Ending:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final, Literal
@@ -11,15 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
+from gradserver.worker.data.balanced import BalancedSampler
+from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
+from gradserver.worker.torch_ddp.pacing import Balance, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.stepping import noting_steps
-from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names
+from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
 
 Step = Callable[[], object] | Optimizer
 """The part of a training loop after backward: an optimizer, or a function that steps one."""
@@ -99,6 +102,11 @@ class DistributedDataParallel(nn.Module):
         process_group: known from torch's wrapper, and refused: the group is the worker's.
         wire: formats of single buckets, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The others travel
             in the format given to `gradserver.connect`. Keys are those of ``plan``.
+        cadence: True, or `gradserver.CadenceOptions`, for unequal workers: the faster, the more batches between two
+            exchanges. Only some backwards exchange then (`exchanged`): the mean of a worker's batches, by their number.
+        balance: for unequal workers: batches with sizes that follow from what is measured. A `BalancedSampler` or
+            `DataRanges` of this worker, or a `gradserver.Balance` of one with further options. Gradients weigh as much
+            as the batch has samples.
 
     Attributes:
         module: the wrapped module.
@@ -131,6 +139,8 @@ class DistributedDataParallel(nn.Module):
         init_sync: bool = True,
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
+        cadence: CadenceOptions | bool = False,
+        balance: Balance | BalancedSampler | DataRanges | None = None,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         process_group: object | None = None,
@@ -150,6 +160,7 @@ class DistributedDataParallel(nn.Module):
             accumulation=accumulation,
             timeout=timeout,
             wire=wire or {},
+            pacing=pacing_of(worker, cadence, balance),
         )
         self.module = module
         self.worker = worker
@@ -184,7 +195,7 @@ class DistributedDataParallel(nn.Module):
             self.worker.boundary()
         backward.armed = True
         output = self.module(*args, **kwargs)
-        backward.watch(_tensors_in(output))
+        backward.watch(tensors_in(output))
         return output
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
@@ -207,7 +218,7 @@ class DistributedDataParallel(nn.Module):
             self._backward.syncs = before
 
     def set_weight(self, weight: float) -> None:
-        """Set the weight of this worker's gradients, from the next exchange on.
+        """Set the weight of this worker's gradients, from the next backward on. With ``balance`` it is known.
 
         With the number of samples (or tokens) behind its mean loss as the weight, the average is that over all samples
         of all workers. A worker with weight 0 does not count, not even with NaN, but gets the others' average. If all
@@ -296,6 +307,11 @@ class DistributedDataParallel(nn.Module):
         return self._backward.ended > 0
 
     @property
+    def exchanged(self) -> bool:
+        """True if the latest backward exchanged gradients. It is false inside `no_sync`, and between with a cadence."""
+        return self._backward.exchanged
+
+    @property
     def has_update(self) -> bool:
         """True if there were gradients in the last exchange. It is false only for a worker that has just joined."""
         return self._backward.anybody
@@ -382,18 +398,3 @@ class DistributedDataParallel(nn.Module):
 
 
 _OF_THE_CONNECTION: Final = ("worker", "_rounds", "_backward")
-
-
-def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a forward's result."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors_in(getattr(output, field.name))

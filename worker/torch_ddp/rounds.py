@@ -30,6 +30,7 @@ from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
 from gradserver.worker.torch_ddp.modes import Mode, Modes
+from gradserver.worker.torch_ddp.pacing import Pacing
 
 _NO_SAMPLES: Final = 1e-300
 """The weight of a worker that takes part in a round without a sample of its own.
@@ -53,6 +54,7 @@ class Options:
     accumulation: Literal["sum", "mean"] = "sum"
     timeout: float | None = None
     wire: Mapping[str, str] = field(default_factory=dict)
+    pacing: Pacing | None = None
 
     @property
     def tracks_used(self) -> bool:
@@ -69,6 +71,7 @@ class Rounds:
         gradients: the buckets of gradients.
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
+        pacing: measures this worker, if workers are unequal.
         modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
         skipped: true if the last round must not be applied, as gradients of a member were not finite.
@@ -95,6 +98,10 @@ class Rounds:
             specs += [sender_spec(), *(bucket.spec for bucket in self._buffers)]
         if options.tracks_used:
             specs.append(used_spec(len(self.slots)))
+        self.pacing = options.pacing
+        self._is_mean = options.accumulation == "mean" or (self.pacing is not None and self.pacing.is_cadence)
+        if self.pacing is not None:
+            specs.append(self.pacing.spec)
         self.plan = Plan(tuple(specs))
         self.agreement = worker.agree_beside(with_named_codecs(self.plan, options.wire), options.timeout)
         self.plan = self.agreement.plan
@@ -106,6 +113,11 @@ class Rounds:
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
         self._adopted = False
         self._used = self._plane.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
+        self._pace = self._plane.new_memory(
+            0 if self.pacing is None else self.pacing.spec.numel, torch.float64, torch.device("cpu")
+        )
+        if self.pacing is not None:
+            self.pacing.measure(self.gradients[0].device, lambda: self.seconds)
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
         self.seconds = 0.0
@@ -143,7 +155,9 @@ class Rounds:
         self._abandoned = False
         self.adopt_buffers()
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
-        is_divided = self._options.accumulation == "mean" and count > 1
+        if self.pacing is not None:
+            self.pacing.open(count, self.weight)
+        is_divided = self._is_mean and count > 1
         self._factor = None if is_divided else self._plane.factor(self._own_weight)
         if self._factor is not None:
             for bucket in self.gradients:
@@ -156,6 +170,8 @@ class Rounds:
         """Prepare for a forward, in the thread that will call ``backward()``."""
         self._plane.before_forward()
         self.adopt_buffers()
+        if self.pacing is not None:
+            self.pacing.begin()
 
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""
@@ -209,22 +225,27 @@ class Rounds:
         """
         as_view = self._options.gradient_as_bucket_view
         have = [(slot.fired > 0 and self._factor is None) or slot.take(as_view) for slot in bucket.slots]
-        if self._options.accumulation == "mean":
+        if self._is_mean:
             local_mean(bucket.flat, max(self._count, 1))
         return any(have)
 
     def abandon(self) -> None:
         """Give no more gradients in this round. What was pushed of it counts."""
         self._abandoned = True
+        if self.pacing is not None:
+            self.pacing.abandon()
         for index in self._unpushed:
             for slot in self.gradients[index].slots:
                 slot.parameter.grad = None
 
     def finish(self) -> bool:
         """Push the rest, wait for every result and hand them out. Return true if any worker took part with a weight."""
+        if self.pacing is not None:
+            self.pacing.computed()
         for index in sorted(self._unpushed):
             self.push(index)
         with self._timed():
+            self._push_pace()
             if self._options.tracks_used and not self._foreseen:
                 self._push_used()
             self._push_buffers()
@@ -232,7 +253,10 @@ class Rounds:
             handles = self._plane.finish()
             self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
             self._hand_out(handles)
-        return handles[0].weight > 0.0 or handles[0].not_finite is not None
+        anybody = handles[0].weight > 0.0 or handles[0].not_finite is not None
+        if self.pacing is not None:
+            self.pacing.arrived(self._pace, anybody)
+        return anybody
 
     def _open(self) -> float:
         """Return this worker's weight in the round. The first call pushes what does not wait for gradients."""
@@ -251,7 +275,8 @@ class Rounds:
 
     @property
     def _own_weight(self) -> float:
-        own = _NO_SAMPLES if self._abandoned else max(self.weight, _NO_SAMPLES)
+        weight = self.weight if self.pacing is None else self.pacing.weight
+        own = _NO_SAMPLES if self._abandoned else max(weight, _NO_SAMPLES)
         return 0.0 if self._leaves else own
 
     def _push_buffers(self) -> None:
@@ -299,7 +324,12 @@ class Rounds:
     def _push_used(self) -> None:
         have = [(self._foreseen and slot.expected > 0) or slot.parameter.grad is not None for slot in self.slots]
         self._used.copy_(torch.tensor(have))
-        self._plane.push(len(self.plan.buckets) - 1, self._used, self._open())
+        self._plane.push(len(self.plan.buckets) - (1 if self.pacing is None else 2), self._used, self._open())
+
+    def _push_pace(self) -> None:
+        if self.pacing is not None:
+            self.pacing.fill(self._pace)
+            self._plane.push(len(self.plan.buckets) - 1, self._pace, self._open())
 
     def _hand_out(self, handles: Mapping[int, Outcome]) -> None:
         self._hand_out_buffers(handles)

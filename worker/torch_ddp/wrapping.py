@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError
 from gradserver.worker.client import Worker
@@ -95,3 +97,18 @@ def is_exchangeable(name: str, parameter: nn.Parameter) -> bool:
     if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
         raise DTypeError(f"parameter {name!r} is {parameter.dtype}, which has no mean")
     return parameter.numel() > 0
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a forward's result."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name))

@@ -49,6 +49,7 @@ from gradserver.protocol.messages import (
     Join,
     Message,
     Opens,
+    Paced,
     Propose,
     Ready,
     RequestRound,
@@ -159,6 +160,12 @@ def request_round(event: Event) -> None:
     """Grant a round when one can begin with it."""
     assert isinstance(event.what, RequestRound)
     requests.hear(event.group, event.member_id, event.what, event.effects)
+
+
+def note_pace(event: Event) -> None:
+    """Note how fast the member is."""
+    assert isinstance(event.what, Paced)
+    event.group.members.note_pace(event.member_id, event.what)
 
 
 def resume(event: Event) -> None:

@@ -50,5 +50,6 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         mode=str(group.policy.mode.name),
         staleness=-1 if group.policy.mode.staleness is None else group.policy.mode.staleness,
         damping=str(group.policy.mode.damping),
+        places=group.policy.maximum,
         offers=group.planes.offers_of(present),
     )

@@ -364,6 +364,7 @@ class Group:
                 {"rank": identities.rank(member_id), "name": identities.names[member_id], "seat": member_id}
                 | self.requests.describe(member_id)
                 | self.planes.describe_offer(member_id)
+                | self.members.describe_pace(member_id)
                 for member_id in self.members.by_id
             ],
             "waiting": waiting,

@@ -13,7 +13,7 @@ from typing import Final
 from gradserver.engine.identities import Identities
 from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.order_fields import Member
-from gradserver.protocol.messages import Membership
+from gradserver.protocol.messages import Membership, Paced
 
 _MAX_TOLD: Final = 4000
 """Bytes of what has changed in a membership, in which others' names may be."""
@@ -33,6 +33,7 @@ class Members:
         founded: number by which data halves know the group: the first epoch, or the last generation.
         founders: number of ids when the group began.
         first_rounds: first round of each member that joined the running group.
+        paces: what members have said of their speed.
         news: memberships that a member may not have heard of, up to the one in force.
     """
 
@@ -43,6 +44,7 @@ class Members:
     founded: int = 0
     founders: int = 0
     first_rounds: dict[int, int] = field(default_factory=dict)
+    paces: dict[int, Paced] = field(default_factory=dict)
     news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
 
     # ── coming and going ──────────────────────────────────────────────────────────────────────────────
@@ -86,6 +88,7 @@ class Members:
     def lose(self, member_id: int) -> None:
         """Take note that a member is gone. Ranks stay what they are until `depart`."""
         self.by_id.pop(member_id, None)
+        self.paces.pop(member_id, None)
 
     def depart(self, member_id: int, epoch: int) -> None:
         """Close the gap in the ranks that a member leaves, in a new epoch."""
@@ -123,11 +126,21 @@ class Members:
             self.epoch, self.identities.present, self.identities.present_names(), told, lost, early, first
         )
 
+    def note_pace(self, member_id: int, paced: Paced) -> None:
+        """Note what a member says of its speed. A learner is no member yet."""
+        if member_id in self.by_id:
+            self.paces[member_id] = paced
+
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def early(self, number: int) -> tuple[int, ...]:
         """Return members that have ``number`` or a later one as their first round, since a recovery in it."""
         return tuple(sorted(member_id for member_id in self.by_id if self.first_rounds.get(member_id, -1) >= number))
+
+    def describe_pace(self, member_id: int) -> dict[str, object]:
+        """Return what a member has said of its speed, as plain JSON values; nothing if it has said nothing."""
+        paced = self.paces.get(member_id)
+        return {} if paced is None else {"pace": {name: getattr(paced, name) for name in Paced.__dataclass_fields__}}
 
     def calls(self, member_ids: Iterable[int]) -> str:
         """Name several members in a text."""
