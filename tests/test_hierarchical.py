@@ -98,6 +98,18 @@ def test_leaders_exchange_the_first_pieces_of_a_bucket_before_the_host_has_summe
     assert torch.allclose(leveled[0], expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("channel", "wire"), [("shm", "fp32"), ("tcp", "topk:0.1")])
+def test_the_size_of_pieces_changes_no_bit(channel: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test it on hosts of two members and of one: sums of two are the same in any order."""
+    found = []
+    for nbytes in (MIB, 4 * MIB):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", nbytes)
+        with hosted("aab", channel=channel, wire=wire) as workers:
+            found += together(workers, step, steps=3, wide=LARGE)
+            assert {Directs.of(worker).voids for worker in workers} == {0}
+    assert all(torch.equal(found[0], one) for one in found)
+
+
 def test_a_piece_has_come_when_all_of_its_bytes_have_in_whatever_order() -> None:
     bucket = Pieces(torch.empty(5 * MIB // 4), Signal())
     assert [len(piece) for piece in bucket.tensors] == [2 * MIB // 4, 2 * MIB // 4, MIB // 4]
