@@ -133,9 +133,12 @@ def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effec
 
 
 def begun(group: Group, number: int, cohort: Mapping[int, int], others: Sequence[int], effects: Effects) -> None:
-    """A round begins with contributions of some members, each computed at a version."""
+    """A round begins with contributions of some members, each computed at a version.
+
+    The round before may be written down by the same event: this comes behind it, and members are told behind this.
+    """
     versions = tuple(Computed(*one) for one in cohort.items())
-    _first(group, Begun(group.name, group.members.epoch, number, versions, tuple(others)), effects)
+    _write(group, Begun(group.name, group.members.epoch, number, versions, tuple(others)), effects)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:

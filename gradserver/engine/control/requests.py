@@ -53,7 +53,7 @@ def hear(group: Group, member_id: int, message: RequestRound, effects: Effects) 
 def is_due(group: Group) -> bool:
     """Tell whether the next round could begin, but for what it waits for."""
     requests, open_round = group.requests, group.rounds
-    if not requests.waiting or requests.begun >= open_round.number or group.state is not State.ACTIVE:
+    if not requests.waiting or requests.begun >= open_round.number or group.present_state() is not State.ACTIVE:
         return False
     return open_round.held is None and not open_round.unsettled and not group.sessions.away and not _gets_state(group)
 

@@ -101,7 +101,7 @@ class Requests:
         """Let a round begin with the contributions of ``cohort``."""
         self.begun = number
         granted = {member_id: self.waiting.pop(member_id) for member_id in cohort}
-        self.cohort = {member_id: request.version for member_id, request in granted.items()}
+        self.cohort = {one: number if request.follows else request.version for one, request in granted.items()}
         for member_id, request in granted.items():
             if not request.follows:
                 self.staleness.setdefault(member_id, Staleness()).add(number - request.version)

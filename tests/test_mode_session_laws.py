@@ -1,0 +1,114 @@
+"""The laws of rounds that do not wait for all, with all of the workers' real code: any process is lost at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.examples import examples
+from tests.mode_session_group import ModeGroup
+from tests.session_world import real_code
+from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, sharded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _real_code() -> Iterator[None]:
+    with real_code():
+        yield
+
+
+ModeOf = tuple[str, int | None, int | str | None]
+MODES: tuple[ModeOf, ...] = (
+    *(("async", None, None), ("async", 1, None), ("async", 3, 2)),
+    *(("bounded", 0, None), ("bounded", 1, None), ("bounded", 2, "75%"), ("bounded", 4, 1)),
+)
+modes = st.sampled_from(MODES)
+worlds = st.integers(1, 4)
+buckets = st.lists(st.integers(1, 40), min_size=1, max_size=2)
+contributions = st.integers(1, 4)
+
+
+@given(worlds, buckets, contributions, modes, fuses, happenings, seeds, preemptions)
+@settings(max_examples=examples(20), deadline=None)
+def test_lost_coordinators_and_connections_cost_no_contribution(
+    world: int,
+    sizes: list[int],
+    count: int,
+    mode: ModeOf,
+    crashes: list[int],
+    breaks: Happenings,
+    seed: int,
+    chance: float,
+) -> None:
+    group = ModeGroup(world, sizes, count, mode, seed, (1.0,), crashes, chance)
+    plan(group, breaks, group.break_line)
+    group.run()
+    group.check()
+
+
+@given(worlds, buckets, contributions, modes, fuses, happenings, happenings, sharded, seeds)
+@settings(max_examples=examples(20), deadline=None)
+def test_lost_data_shards_cost_no_contribution(
+    world: int,
+    sizes: list[int],
+    count: int,
+    mode: ModeOf,
+    crashes: list[int],
+    breaks: Happenings,
+    losses: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
+    plan(group, breaks, group.break_line)
+    plan(group, losses, group.world.kill_any_shard)
+    group.run()
+    group.check()
+
+
+@given(worlds, buckets, contributions, modes, fuses, joins, happenings, many_rates, seeds)
+@settings(max_examples=examples(20), deadline=None)
+def test_workers_die_and_join_and_all_apply_the_same_updates(
+    world: int,
+    sizes: list[int],
+    count: int,
+    mode: ModeOf,
+    crashes: list[int],
+    comes: Happenings,
+    deaths: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
+    plan(group, comes, group.join)
+    plan(group, deaths, group.kill)
+    group.run()
+    group.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_hundreds_of_runs_keep_all_laws(part: int) -> None:
+    for seed in range(60 * part, 60 * (part + 1)):
+        holds_in_run(seed)
+
+
+def holds_in_run(seed: int) -> None:
+    """Run with losses, as ``seed`` decides: in even runs members die and join, too."""
+    chance = Random(seed)
+    mode = chance.choice(MODES)
+    rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    sizes = [chance.randint(1, 40) for _ in range(chance.randint(1, 2))]
+    crashes = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))]
+    preemption = chance.choice((0.0, 0.0, 0.05))
+    group = ModeGroup(chance.randint(1, 4), sizes, chance.randint(1, 5), mode, seed, rates, crashes, preemption)
+    for _ in range(chance.randint(0, 3)):
+        plan(group, {chance.randint(0, 800): [chance.randint(0, 3)]}, group.break_line)
+    for _ in range(chance.randint(0, 2)):
+        what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
+        plan(group, {chance.randint(0, 600): [chance.randint(0, 3)]}, what)
+    group.run()
+    group.check()
