@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``parts``, ``promotions`` and ``subgroups``. The figures are of one core.
+``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -71,6 +71,13 @@ def script_of_subgroups(seed: int) -> SubgroupGroup:
     return group
 
 
+def script_of_splits(seed: int) -> SubgroupGroup:
+    """Make such a group, and lose most while its sub-groups are made."""
+    group = script_of_subgroups(seed)
+    group.early = True
+    return group
+
+
 def script_of_parts(seed: int) -> Group:
     """Make a group with data shards that exchanges most often what is another's for each member."""
     chance = random.Random(seed)
@@ -131,6 +138,7 @@ KINDS = {
     "direct": script_of_direct_rounds,
     "parts": script_of_parts,
     "promotions": script_of_promotions,
+    "splits": script_of_splits,
     "subgroups": script_of_subgroups,
 }
 

@@ -52,7 +52,7 @@ TICK = 1e-5
 MODULES = tuple(
     f"gradserver.worker.{module}"
     for module in (
-        *("clock", "connect", "donor", "handle", "learner", "resumption", "traffic"),
+        *("clock", "connect", "donor", "handle", "learner", "resumption", "splitting", "subgroups", "traffic"),
         *("transport.lasting", "transport.reconnect"),
     )
 )
@@ -538,8 +538,10 @@ class World:
         choices += [partial(self._reduce, reduce) for reduce in harness.reduces]
         choices += self._hops()
         choices += [self._tell_shard] if self._cut_links else []
+        trunks = {line.base for line in self.lines.values()}
         for line in self.lines.values():
-            if (is_up or line.process) and (line.up or line.is_gone):
+            ends = line.is_gone and line.number not in trunks  # what it carries has ended before
+            if (is_up or line.process) and (line.up or ends):
                 choices.append(partial(self._hear, line))
         if is_up:
             choices += [partial(self._notice, notice) for notice in self._notices]
@@ -583,18 +585,25 @@ class World:
                 line.process, Branched(line.number, line.base, message) if type(message) is Split else event
             )
             return
+        self._lose(line, "connection reset")
+
+    def _lose(self, line: Line, reason: str) -> None:
+        """Tell the other end of a line that it has ended."""
         del self.lines[line.number]
         line.is_open = False
-        self.harness.feed_at(line.process, Disconnected(line.number, "connection reset"))
+        self.harness.feed_at(line.process, Disconnected(line.number, reason))
 
     def _note(self) -> None:
         """Note what was closed and written."""
         harness = self.harness
-        for number in harness.closed[self._closed :]:
+        while self._closed < len(harness.closed):
+            number = harness.closed[self._closed]
+            self._closed += 1
             if (line := self.lines.pop(number, None)) is not None:
                 line.is_open, line.is_gone = False, True
                 line.up.clear()
-        self._closed = len(harness.closed)
+                for carried in [one for one in self.lines.values() if one.base == number]:
+                    self._lose(carried, "what carries it was closed")
         for record in harness.records[self._written :]:
             if isinstance(record, Round):
                 self.ends.setdefault(record.record.round, self.now)

@@ -36,10 +36,12 @@ class SubgroupNode(Node):
     """A worker with sub-groups."""
 
     subs: list[Sub] = field(default_factory=list)
+    has_joined: bool = False
     has_split: bool = False
 
     def _join(self) -> None:
         super()._join()
+        self.has_joined = True
         assert self.worker is not None
         for size in range(1, self.group.size + 1):
             for ranks in combinations(range(self.group.size), size):
@@ -81,9 +83,13 @@ class SubgroupGroup(Group):
     """Nodes of a group in which each set of members has a sub-group.
 
     In the program, a round with ``numel`` 0 is of the parent. All else is of sub-groups, those from ``root`` on.
+
+    Attributes:
+        early: true if something is lost while sub-groups are made, too.
     """
 
     node_type = SubgroupNode
+    early = False
 
     def __init__(
         self, size: int, program: Sequence[Act], seed: int, rates: Sequence[float], fuses: Sequence[int], chance: float
@@ -98,7 +104,8 @@ class SubgroupGroup(Group):
 
     def is_founded(self) -> bool:
         """Return true if all that is needed for the program is there."""
-        return all(isinstance(node, SubgroupNode) and node.has_split for node in self.nodes)
+        nodes = [node for node in self.nodes if isinstance(node, SubgroupNode)]
+        return all(node.has_joined if self.early else node.has_split for node in nodes)
 
     def check(self) -> None:
         """Check that all have finished: they compare what they get themselves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from gradserver.engine.commands import Close, Log
 from gradserver.engine.control.group.shards import HIRE_SECONDS
 from gradserver.engine.control.sessions import check
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Disconnected, Garbled
+from gradserver.engine.events import Branched, Disconnected, Garbled
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
@@ -42,6 +43,7 @@ from gradserver.protocol.messages import (
     Result,
     RoundDone,
     Serve,
+    Split,
     Welcome,
 )
 from gradserver.protocol.messages.leases import Claim, Register, Used
@@ -905,3 +907,34 @@ def test_a_member_that_is_away_can_have_read_too_little_at_a_data_shard() -> Non
     assert not [command for command in effects.commands if isinstance(command, Close)], "of a connection that broke"
     with pytest.raises(LeftOutError):
         check(harness.engine.control.groups["default"], Resume("default", 2, group.welcomes[2].token, 1, ""), {})
+
+
+def test_a_member_that_asks_for_a_sub_group_again_gets_its_welcome_or_hears_that_it_was_left_out() -> None:
+    group, branch = Group(policy=Policy(1, 2)), BACK + 10
+    harness, asked = group.harness, Split("default", 1, (0, 1), TIMEOUT)
+
+    def ask(base: int, message: Split) -> list[object]:
+        nonlocal branch
+        branch += 1
+        harness.feed(Branched(branch, base, message))
+        return [said for said, _ in harness.inbox[branch]]
+
+    assert ask(SEATS, asked) == []
+    (welcome,) = ask(SEATS + 1, asked)
+    assert isinstance(welcome, Welcome)
+    for connection in (branch - 1, SEATS):
+        harness.feed(Disconnected(connection, "reset"))
+    group.resume(0)
+
+    (again,) = ask(BACK, replace(asked, again=True))
+    assert isinstance(again, Welcome)
+    assert (again.group, again.rank, again.epoch) == (welcome.group, 0, welcome.epoch)
+    assert harness.closed[-1] == branch, "it resumes on another branch"
+    assert ask(BACK, replace(asked, again=True, after=welcome.epoch)) == [], "another one, which waits for the other"
+    harness.feed(Disconnected(branch, "closed"))
+
+    harness.wait(POLICY.dead_after)  # without Resume
+    (failure,) = ask(BACK, replace(asked, again=True))
+    assert isinstance(failure, Failure)
+    assert isinstance(failure.exception(), LeftOutError)
+    assert ask(BACK, asked) == [], "another one"

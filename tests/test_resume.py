@@ -506,7 +506,7 @@ def test_a_worker_that_is_closed_just_when_it_resumes_leaves_no_thread(
 def test_a_worker_that_leaves_waits_until_the_recovery_is_over(scene: Scene) -> None:
     finish(scene, 0, 6.0)
     scene.now.die()
-    wait_until(lambda: not scene.lasting._is_up, "the worker has noticed it")
+    wait_until(lambda: not scene.lasting._up.is_set(), "the worker has noticed it")
     leaving = Task(scene.worker.close)
     scene.now = scene._stack.enter_context(Scripted(scene.now.url))
     _, _, spans = scene.reopen(0)

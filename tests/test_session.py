@@ -218,7 +218,7 @@ def test_plan_holds_from_the_round_that_the_coordinator_says(session: Session, t
 
     session.agree(plan, None)
 
-    assert tape.sent == [(Propose(plan.hash), (plan.encoded,))]
+    assert tape.sent == [(Propose(plan.hash, number=1), (plan.encoded,))]
     assert (session.plan, session.round) == (plan, 12)
 
 
@@ -238,7 +238,7 @@ def test_waiting_for_the_plan_can_be_repeated(session: Session, tape: Tape) -> N
     session.receive(Agreed(plan.hash, 5), ())  # between the two
     session.agree(plan, None)
 
-    assert tape.take() == [Propose(plan.hash)]
+    assert tape.take() == [Propose(plan.hash, number=1)]
     assert (session.plan, session.round) == (plan, 5)
     agree(session, tape, plan_of(2))
 

@@ -1,7 +1,7 @@
 """The law of durable sub-groups with all of the workers' real code: what is lost but members costs no member anything.
 
 Each set of members has a sub-group. Coordinators, data shards and connections are lost at any place of rounds and
-collectives of these and of their parent. All of them have each member in them, once.
+collectives of these and of their parent, and while sub-groups are made. All of them have each member in them, once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.protocol.errors import ConnectionLostError, UnexpectedMessageError
+from gradserver.engine.control import subgroups
+from gradserver.engine.control.group.plans import Plans
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Message, Scope
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.worker.session import Session
 from gradserver.worker.subgroups import Subgroups
 from gradserver.worker.transport.branches import Branch
 from gradserver.worker.transport.lasting import LastingBranch
 from tests.examples import examples
 from tests.session_group import Act
-from tests.session_scripts import check, script_of_subgroups
+from tests.session_scripts import check, script_of_splits, script_of_subgroups
 from tests.session_world import real_code
 from tests.subgroup_session_group import SubgroupGroup, SubgroupNode
 
@@ -47,6 +50,7 @@ sums = st.builds(Act, st.just("sum"), st.integers(1, 40), first, *here)
     st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0)]),
     st.integers(0, 2**20),
     st.sampled_from([0.0, 0.0, 0.05]),
+    st.booleans(),
 )
 @settings(max_examples=examples(8))
 def test_sub_groups_lose_nothing_with_coordinators_shards_and_connections(
@@ -58,8 +62,10 @@ def test_sub_groups_lose_nothing_with_coordinators_shards_and_connections(
     rates: tuple[float, ...],
     seed: int,
     chance: float,
+    early: bool,
 ) -> None:
     group = SubgroupGroup(size, program, seed, rates, crashes, chance)
+    group.early = early
     for happens, what in ((breaks, group.break_line), (losses, group.world.kill_any_shard)):
         for step, numbers in happens.items():
             group.world.at[step] += [partial(what, number) for number in numbers]
@@ -79,18 +85,52 @@ def _say_nothing_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LastingBranch, "revive", lambda *_: None)
 
 
-FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], int]] = {
-    "a sub-group ends with its connection": (_end_with_the_connection, 16),
-    "a sub-group ends as a data shard has lost its coordinator": (_hear_of_a_lost_shard_as_of_the_end, 16),
-    "a member does not resume in its sub-groups": (_say_nothing_anew, 16),
+def _make_another_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(subgroups, "begun_before", lambda *_: None)
+
+
+def _lose_it_behind_its_welcome(patch: pytest.MonkeyPatch) -> None:
+    def lose_passing(self: Subgroups[Session], error: GradServerError) -> None:
+        for session in self._all():
+            if not session.is_lasting:
+                session.end(error)
+
+    patch.setattr(Subgroups, "lose_passing", lose_passing)
+
+
+def _miss_a_recovery_that_comes_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Session, "_is_durable", property(lambda self: self.resumption is not None))
+
+
+def _take_a_plan_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Plans, "is_repeated", lambda *_: False)
+
+
+Make = Callable[[int], SubgroupGroup]
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Make, int]] = {
+    "a sub-group ends with its connection": (_end_with_the_connection, script_of_subgroups, 16),
+    "a sub-group ends as a data shard has lost its coordinator": (
+        _hear_of_a_lost_shard_as_of_the_end,
+        script_of_subgroups,
+        16,
+    ),
+    "a member does not resume in its sub-groups": (_say_nothing_anew, script_of_subgroups, 16),
+    "a request that is repeated makes another sub-group": (_make_another_one, script_of_splits, 9),
+    "a connection that breaks behind the Welcome takes the sub-group along": (
+        _lose_it_behind_its_welcome,
+        script_of_splits,
+        63,
+    ),
+    "a recovery that comes with the Welcome is not heard": (_miss_a_recovery_that_comes_early, script_of_splits, 187),
+    "a plan that two threads propose counts twice": (_take_a_plan_twice, script_of_splits, 205),
 }
-"""Faults, each with a script that finds it."""
+"""Faults, each with the script that finds it."""
 
 
-def fails(seed: int) -> bool:
+def fails(make: Make, seed: int) -> bool:
     """Return true if the law does not hold in a script."""
     try:
-        check(script_of_subgroups(seed))
+        check(make(seed))
     except Exception:
         return True
     return False
@@ -98,14 +138,16 @@ def fails(seed: int) -> bool:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, seed = FAULTS[name]
+    plant, make, seed = FAULTS[name]
     plant(monkeypatch)
-    assert any(fails(one) for one in (seed, *range(150))), "the law holds"
+    assert any(fails(make, one) for one in (seed, *range(150))), "the law holds"
 
 
-@pytest.mark.parametrize("seed", [493])
-def test_the_law_holds_in_scripts_in_which_it_did_not(seed: int) -> None:
-    check(script_of_subgroups(seed))
+@pytest.mark.parametrize(
+    ("make", "seed"), [(script_of_subgroups, 493), *((script_of_splits, one) for one in (9, 63, 136, 187, 205, 216))]
+)
+def test_the_law_holds_in_scripts_in_which_it_did_not(make: Make, seed: int) -> None:
+    check(make(seed))
 
 
 def test_a_sub_group_that_has_ended_says_nothing_on_later_connections() -> None:
@@ -138,3 +180,10 @@ def test_a_sub_group_that_has_ended_says_nothing_on_later_connections() -> None:
 def test_the_law_holds_in_many_scripts(part: int) -> None:
     for seed in range(100 * part, 100 * (part + 1)):
         check(script_of_subgroups(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_calls_that_make_sub_groups_outlive_what_is_lost_in_many_scripts(part: int) -> None:
+    for seed in range(100 * part, 100 * (part + 1)):
+        check(script_of_splits(seed))

@@ -199,7 +199,7 @@ def join(wish: Wish) -> Worker:
         if session.membership.durable:  # even without patience: others may return, and ask what this one holds
             lasting = ReconnectingChannel(connection, session, wish.reconnect)
             session.endure(lasting)
-            session.subgroups.grow_by(lasting.branch, lasting.keep)
+            session.subgroups.grow_by(lasting.branch, lasting.carried)
         elif not session.membership.needs_all:
             connection.attach(Farewell(session, url))
         _attend_shards(connection, session, until)

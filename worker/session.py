@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
@@ -40,6 +41,8 @@ _PATIENCE_SECONDS = 5.0
 """Seconds that a worker that leaves waits for a lost coordinator, as other members may need what it holds."""
 _FAREWELL_SECONDS = 1.0
 """Seconds that a worker that leaves waits for the coordinator to have heard it."""
+_MAX_EARLY = 1024
+"""Messages of recoveries that can come before a session is ready for them. Those of an earlier recovery are void."""
 MAX_REASON = 500
 """Characters of a reason for leaving that others are shown."""
 
@@ -85,6 +88,8 @@ class Session:
         self.donor = StateSender(self.traffic)
         self.boundaries = Boundaries(self.traffic, self.donor)
         self.resumption: Resumption | None = None
+        self._early = deque[tuple[Resumed | Fetch | Standing, int]](maxlen=_MAX_EARLY)
+        """Messages of recoveries that came before `endure`, each with its data shard."""
         self._lasting: Lasting | None = None
         self.disowned: UsageError | None = None
         self.subgroups: Subgroups[Session] = Subgroups(self)
@@ -184,9 +189,16 @@ class Session:
 
     def endure(self, channel: Lasting) -> None:
         """Take ``channel`` from now on: with it this membership outlives connections."""
-        self._lasting, self.resumption = channel, channel.resumption
+        self._lasting, resumption = channel, channel.resumption
         self.traffic.channel = channel
-        self.member.exchanges.endure(channel, Slots(channel, channel.region), self.resumption.inventory)
+        self.member.exchanges.endure(channel, Slots(channel, channel.region), resumption.inventory)
+        while True:
+            with self.traffic.mutex:
+                if not self._early:
+                    self.resumption = resumption
+                    return
+                message, shard = self._early.popleft()
+            resumption.heed(message, shard)
 
     def _propose(self, plan: Plan, beside: bool = False) -> Handle:
         plans = self.member.plans
@@ -300,11 +312,20 @@ class Session:
             case Failure():
                 self.traffic.hand(self.member.told_by, shard, message)
                 self.traffic.pump()  # the credit of what has failed is free
-            case Resumed() | Fetch() | Standing() if self.resumption is not None:
-                self.resumption.heed(message, shard)
+            case Resumed() | Fetch() | Standing() if self._is_durable:
+                with self.traffic.mutex:
+                    if (resumption := self.resumption) is None:
+                        self._early.append((message, shard))
+                if resumption is not None:
+                    resumption.heed(message, shard)
             case _:
                 return False
         return True
+
+    @property
+    def _is_durable(self) -> bool:
+        welcome = self.member.identity.welcome
+        return welcome is not None and welcome.durable
 
     def lost(self, error: GradServerError) -> None:
         """The channel broke: everything open, and everything later, fails with ``error``."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.errors import ClosedError, ConnectionLostError, InvalidArgumentError, UsageError
 from gradserver.protocol.messages import Split
 from gradserver.worker.collectives.objects import ObjectCollectives
 from gradserver.worker.handle import VERDICT_SECONDS, Timeout, seconds
@@ -39,7 +40,8 @@ class SubgroupCalls(ObjectCollectives):
 
         Args:
             ranks: ranks in this group.
-            timeout: seconds to wait for the others. None for this worker's own.
+            timeout: seconds to wait for the others, without those in which there is no coordinator. None for this
+                worker's own.
 
         Raises:
             InvalidRankError: a rank is out of range.
@@ -113,22 +115,43 @@ def check_member(session: Session) -> None:
 def _ask(
     root: Session, member_ids: tuple[int, ...], timeout: float, leaders: bool, begun: Callable[[Session], object]
 ) -> Session:
-    """Ask the coordinator for the sub-group, and attend its data shards."""
-    channel, membership = root.subgroups.grow(), root.membership
-    session = Session(channel, timeout)
-    try:
-        begun(session)
-        asked = session.join(Split(membership.group, membership.epoch, member_ids, timeout, leaders))
-        root.subgroups.adopt(session)  # what ends the root ends this wait
-        root.check_open()
-        asked.wait(timeout + VERDICT_SECONDS)
-        if session.membership.durable:
-            root.subgroups.keep(channel, session)
-        for number, url in enumerate(session.membership.shards, 1):
-            assert isinstance(channel, Branch), "only a coordinator on a network has data shards"
-            channel.reach(url, ShardReceiver(session, number))
-            session.attend(number, timeout).wait(timeout + VERDICT_SECONDS)
-    except BaseException:
-        session.close("the sub-group could not be made")
-        raise
-    return session
+    """Ask the coordinator for the sub-group, and once more if the connection of a durable group breaks meanwhile.
+
+    Leaders do not: they have no sub-group until the next epoch. Time without a connection does not count.
+    """
+    left, again = timeout, False
+    while True:
+        channel, since = root.subgroups.grow(), time.monotonic()
+        session, membership = Session(channel, left), root.membership
+        asked = membership.group, membership.epoch, member_ids, left, leaders
+        try:
+            begun(session)
+            _come_in(root, session, Split(*asked, again, root.subgroups.latest))
+        except BaseException as error:
+            again = isinstance(error, ConnectionLostError | ClosedError) and root.is_lasting and not leaders
+            session.close("the sub-group could not be made", waits=not again)
+            left -= time.monotonic() - since
+            if not again or left <= 0.0:
+                raise
+            root.check_open()
+            root.traffic.channel.look()
+        else:
+            return session
+
+
+def _come_in(root: Session, session: Session, split: Split) -> None:
+    """Ask for the sub-group, wait for the others, and attend its data shards."""
+    channel = session.traffic.channel
+    asked = session.join(split)
+    root.subgroups.adopt(session)  # what ends the root ends this wait
+    root.check_open()
+    root.subgroups.check_carried(channel)  # so does the end of the connection, from now on
+    asked.wait(split.timeout + VERDICT_SECONDS)
+    if (welcome := session.membership).durable:
+        root.subgroups.keep(channel, session, split.again)
+        root.subgroups.note_welcome(welcome.epoch)
+        return
+    for number, url in enumerate(welcome.shards, 1):
+        assert isinstance(channel, Branch), "only a coordinator on a network has data shards"
+        channel.reach(url, ShardReceiver(session, number))
+        session.attend(number, split.timeout).wait(split.timeout + VERDICT_SECONDS)

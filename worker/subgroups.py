@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import GradServerError, UnsupportedOperationError
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, UnsupportedOperationError
 
 
 class Membership(Protocol):
@@ -33,6 +33,20 @@ class Membership(Protocol):
 
 
 M = TypeVar("M", bound=Membership)
+M_contra = TypeVar("M_contra", bound=Membership, contravariant=True)
+
+
+class Carrier(Protocol[M_contra]):
+    """The channel of a durable group's member, which has sub-groups outlive connections."""
+
+    def keep(self, branch: Channel, session: M_contra, anew: bool) -> Callable[[], object]:
+        """Have the sub-group of ``session`` go on, on a ``branch`` of the present connection and of later ones.
+
+        What is returned attends the data shards, or has that done soon.
+        """
+
+    def check_carried(self, branch: Channel) -> None:
+        """Raise ConnectionLostError if the connection that carries ``branch`` is the present one no more."""
 
 
 class Subgroups(Generic[M]):
@@ -46,26 +60,50 @@ class Subgroups(Generic[M]):
     Attributes:
         root: the session that was not made as a sub-group.
         making: held while a sub-group of the root is made. A member waits in one at a time, so that circles are found.
+        latest: latest epoch of a Welcome to a sub-group of the root; 0 for none.
     """
 
     def __init__(self, session: M) -> None:
         self.root = session
         self.making = threading.Lock()
+        self.latest = 0
         self._member_ids: tuple[int, ...] | None = None
         """Ids in the root of those that this session's group was made of; None for the root itself."""
         self._sessions: list[M] = []
         self._lock = threading.Lock()
         self._grow: Callable[[], Channel] | None = None
-        self._keep: Callable[[Channel, M], object] | None = None
+        self._carrier: Carrier[M] | None = None
 
-    def grow_by(self, grow: Callable[[], Channel], keep: Callable[[Channel, M], object] | None = None) -> None:
-        """Make channels of sub-groups with ``grow`` from now on; ``keep`` has one of a durable sub-group last."""
-        self._grow, self._keep = grow, keep
+    def grow_by(self, grow: Callable[[], Channel], carrier: Carrier[M] | None = None) -> None:
+        """Make channels of sub-groups with ``grow`` from now on; ``carrier`` has those of durable ones last."""
+        self._grow, self._carrier = grow, carrier
 
-    def keep(self, channel: Channel, session: M) -> None:
-        """Have the sub-group of ``session`` outlive the connection that carries its ``channel``."""
-        if self._keep is not None:
-            self._keep(channel, session)
+    def keep(self, channel: Channel, session: M, anew: bool) -> None:
+        """Have a durable sub-group outlive the connection that carries its ``channel``, and attend its data shards.
+
+        Args:
+            channel: its channel.
+            session: its session.
+            anew: true if an earlier connection broke during the call that makes it.
+
+        Raises:
+            ConnectionLostError: the sub-group was lost with the connection a moment ago.
+        """
+        assert self._carrier is not None, "a durable sub-group of a session that does not outlive connections"
+        with self._lock:
+            if session not in self._sessions:
+                raise ConnectionLostError("the connection broke")
+            attend = self._carrier.keep(channel, session, anew)
+        attend()
+
+    def note_welcome(self, epoch: int) -> None:
+        """Note that this member is in a sub-group that began with ``epoch``."""
+        self.latest = epoch
+
+    def check_carried(self, channel: Channel) -> None:
+        """Raise ConnectionLostError if the connection that carries ``channel`` broke a moment ago."""
+        if self._carrier is not None:
+            self._carrier.check_carried(channel)
 
     def grow(self) -> Channel:
         """Return a channel for one more sub-group."""
@@ -99,9 +137,11 @@ class Subgroups(Generic[M]):
 
     def lose_passing(self, error: GradServerError) -> None:
         """Fail those that do not outlive the connection, which has broken."""
-        for session in self._all():
-            if not session.is_lasting:
-                session.end(error)
+        with self._lock:
+            lost = [session for session in self._sessions if not session.is_lasting]
+            self._sessions = [session for session in self._sessions if session not in lost]
+        for session in lost:
+            session.end(error)
 
     def lose(self, error: GradServerError) -> None:
         """Fail all of them: their parent, or the connection, has ended."""

@@ -107,6 +107,9 @@ class Split(MessageKind):
         timeout: seconds that this member waits for the others.
         leaders: true if each contributes what its host has summed up. Results that are not finite are passed on then,
             whatever the parent does: each member of the parent looks for its own in such a result.
+        again: true if the connection of an earlier request broke. If the sub-group has begun since, the answer is its
+            Welcome, and the member says Resume on another branch.
+        after: latest epoch of a Welcome to a sub-group that this member has got; 0 for none.
     """
 
     group: Text
@@ -114,6 +117,8 @@ class Split(MessageKind):
     member_ids: Ranks
     timeout: Seconds
     leaders: Flag = False
+    again: Flag = False
+    after: Count = 0
 
 
 @message(49)

@@ -16,12 +16,16 @@ class Propose(MessageKind):
 
     It replaces the plan in force. Or it stands ``beside`` that, named by its hash, as one more section. Then the worker
     names the sections that it has ``dropped``. A learner names none: its plan is the group's next section.
+
+    A member gives its proposals a ``number``, from 1 on. One that it repeats on a connection is dropped: in a recovery
+    a proposal may be said twice, by the thread that makes it and by the one that resumes.
     """
 
     hash: Text
     round: Stated = 0
     beside: Text = ""
     dropped: Counts = ()
+    number: Count = 0
 
 
 @message(4, Payloads.optional(MAX_FRAME_BYTES))

@@ -43,6 +43,8 @@ class Plans:
         self.generation = 0
         self._rounds = rounds
         self._proposal: Proposal | None = None
+        self._proposed = 0
+        """Number of the last proposal."""
         self._agreements: dict[int, Callable[[], object | None]] = {}
         """Agreements by the number of the section; None for one that was garbage collected."""
 
@@ -65,7 +67,8 @@ class Plans:
     def propose(self, plan: Plan, beside: bool, waiter: Waiter) -> Proposal:
         """Propose ``plan`` in place of all others, or ``beside`` those that there are."""
         here = self._rounds.plan
-        message = Propose(plan.hash, self._rounds.number)
+        self._proposed += 1
+        message = Propose(plan.hash, self._rounds.number, number=self._proposed)
         if beside and here is not None:
             message = replace(message, beside=here.hash, dropped=self._dropped(here))
         self._proposal = Proposal(plan, waiter, message)

@@ -87,6 +87,11 @@ class Branch:
         """Return true if the connection that carries it is the present one of its ``parent``."""
         return parent.is_on(self._trunk)
 
+    def check_on(self, parent: Parent) -> None:
+        """Raise ConnectionLostError if that is another one now: no handle may have heard that it broke."""
+        if not self.is_on(parent):
+            raise ConnectionLostError("the parent's connection broke")
+
     def reaches(self, shard: int) -> bool:
         """Return true if messages to ``shard`` have a way."""
         return shard < len(self._lines)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.messages import Leave, Message, Place, Push
 from gradserver.worker.clock import Clock
+from gradserver.worker.handle import VERDICT_SECONDS
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
@@ -71,6 +73,9 @@ class Trunk(Protocol):
     def make_anew(self, error: GradServerError) -> None:
         """Make all connections anew."""
 
+    def look_after_branches(self) -> None:
+        """Resume soon in the sub-groups that are to be resumed."""
+
 
 class LastingBranch:
     """The channel of a durable sub-group, which outlives branches.
@@ -101,6 +106,8 @@ class LastingBranch:
         self._enough: Callable[[], bool] = lambda: True
         self._closing = False
         self._lock = threading.Lock()
+        self._attending = threading.Lock()
+        """Held while Attend is said. Of two connections only the later one is attended on."""
         self._cuts = 0
         """Number of times that the parent's connection broke."""
         branch.when_lost(trunk.make_anew)
@@ -178,6 +185,23 @@ class LastingBranch:
         self._release(self)
         self.interrupt(ClosedError("this sub-group is closed"))
 
+    def attend(self, branch: Branch) -> None:
+        """Attend the data shards for the first time. If the connection breaks, that is done on the next one."""
+        session, limit = self._session, self._session.timeout + VERDICT_SECONDS
+        try:
+            for number, url in enumerate(self._shards, 1):
+                with self._attending:
+                    branch.check_on(self._trunk)
+                    branch.reach(url, ShardReceiver(session, number))
+                    attending = session.attend(number, limit, branch)
+                    branch.check_on(self._trunk)
+                attending.wait(limit)
+        except (ClosedError, ConnectionLostError) as error:
+            if self._closing or session.closed:
+                raise
+            if branch.is_on(self._trunk):
+                self._trunk.make_anew(error)
+
     # ── while there is no coordinator ─────────────────────────────────────────────────────────────────
 
     def suspend(self) -> None:
@@ -215,8 +239,9 @@ class LastingBranch:
             self._speaks = cuts == self._cuts
         resuming.wait(ANSWER_SECONDS)
         for number, url in enumerate(self._shards, 1):
-            branch.reach(url, ShardReceiver(session, number))
-            attending = session.attend(number, ANSWER_SECONDS, branch, resumption.recovery.generation)
+            with self._attending:
+                branch.reach(url, ShardReceiver(session, number))
+                attending = session.attend(number, ANSWER_SECONDS, branch, resumption.recovery.generation)
             self._check(channel)
             attending.wait(ANSWER_SECONDS)
         branch.watch(self._enough)
@@ -253,15 +278,26 @@ class LastingBranches:
         self._all: list[LastingBranch] = []
         self._lock = threading.Lock()
 
-    def keep(self, branch: Channel, session: Session) -> None:
-        """Have the sub-group of ``session`` go on, on a ``branch`` of the present connection and of later ones."""
+    def keep(self, branch: Channel, session: Session, anew: bool) -> Callable[[], object]:
+        """Have the sub-group of ``session`` go on, on a ``branch`` of the present connection and of later ones.
+
+        ``anew``: the connection on which it was asked for first broke, and the member may be known there. It resumes.
+        What is returned attends the data shards, or has that done soon.
+        """
         assert isinstance(branch, Branch)
         kept = LastingBranch(self._trunk, branch, session, self._release)
         session.endure(kept)
         with self._lock:
             self._all.append(kept)
-        if not branch.is_on(self._trunk):  # it broke a moment ago
+        if anew or not branch.is_on(self._trunk):
             kept.suspend()
+            return self._trunk.look_after_branches
+        return partial(kept.attend, branch)
+
+    def check_carried(self, branch: Channel) -> None:
+        """Raise ConnectionLostError if the connection that carries ``branch`` is the present one no more."""
+        assert isinstance(branch, Branch)
+        branch.check_on(self._trunk)
 
     def suspend(self) -> None:
         """Send nothing: the connection broke."""

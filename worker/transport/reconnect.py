@@ -87,17 +87,17 @@ class ReconnectingChannel:
 
     Attributes:
         resumption: resumes the session on a new connection.
+        carried: the channels of durable sub-groups.
     """
 
     def __init__(self, channel: TcpChannel, session: Session, patience: float) -> None:
-        self._channel = channel
-        self._session = session
-        self._patience = patience
-        self._lock = threading.Lock()
-        self._clock = Clock()
+        self._channel, self._session, self._patience = channel, session, patience
+        self._lock, self._clock = threading.Lock(), Clock()
         regions = Regions(self.region, self.place_of)
         self.resumption = Resumption(session.traffic, self.goes_on_with, self._clock, regions)
-        self._is_up = True
+        self._up = threading.Event()
+        """Set while this worker is in its group, and when that is over."""
+        self._up.set()
         self._trying: TcpChannel | None = None
         """Connection through which this worker is resuming; None if it is not."""
         self._introduced = False
@@ -115,8 +115,8 @@ class ReconnectingChannel:
         self._closing = threading.Event()
         self._news = threading.Event()
         """Set when the own thread has something to do."""
-        self._carried = LastingBranches(self)
-        self.keep = self._carried.keep
+        self.carried = LastingBranches(self)
+        self.look_after_branches = self._news.set
         self.stopped: Callable[[GradServerError], None] = self.make_anew  # another coordinator may take its place
         self.attach(session)
         self._thread = threading.Thread(target=self._live, name="gradserver-reconnect", daemon=True)
@@ -133,7 +133,7 @@ class ReconnectingChannel:
         with self._lock:
             if self._closing.is_set():
                 raise ClosedError("this worker is closed")
-            channel = self._channel if self._is_up else self._trying if self._introduced else None
+            channel = self._channel if self._up.is_set() else self._trying if self._introduced else None
         is_for_open = type(message) is Push or (shard > 0 and type(message) is Leave)
         if channel is None or (is_for_open and self.resumption.is_held(shard)):  # a shard may have no connection yet
             return
@@ -189,7 +189,7 @@ class ReconnectingChannel:
 
     def branch(self) -> Channel:
         """Return a channel for a sub-group, as soon as there is a coordinator. It ends with the present connection."""
-        self._clock.wait(self._patience)
+        self._up.wait(self._patience)
         return self._channel.branch()
 
     def prepare_to_leave(self, patience: float) -> None:
@@ -221,26 +221,26 @@ class ReconnectingChannel:
         goes_on = False
         with self._lock:
             is_trying = channel is self._trying
-            is_mine = is_trying or (self._is_up and channel is self._channel)
+            is_mine = is_trying or (self._up.is_set() and channel is self._channel)
             if self._closing.is_set() or session.closed or not is_mine:
                 return
             if is_trying:
                 self._failed = error
             else:
-                self._is_up = False
+                self._up.clear()
                 if not session.member.is_inside:
                     error = out_before_entry(session.membership, error)
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
                     self.resumption.recovery.suspend()
-                    self._carried.suspend()
+                    self.carried.suspend()
                     goes_on = True
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
         if is_trying:
             self.resumption.interrupt(error)
         elif goes_on:
-            self._carried.interrupt(error)
+            self.carried.interrupt(error)
         else:
             session.lost(error)
 
@@ -254,7 +254,7 @@ class ReconnectingChannel:
     def is_on(self, channel: object) -> bool:
         """Return true if this worker is in its group on ``channel``."""
         with self._lock:
-            return self._is_up and self._channel is channel
+            return self._up.is_set() and self._channel is channel
 
     def make_anew(self, error: GradServerError) -> None:
         """Make all connections anew, for ``error``."""
@@ -272,11 +272,12 @@ class ReconnectingChannel:
         while not self._closing.is_set() and not self._session.closed:
             if self._news.wait(_LOOK_SECONDS):
                 self._news.clear()
-            if not self._is_up:
+            if not self._up.is_set():
                 self._come_back()
-            if self._is_up:
-                self._carried.revive(self._channel)
+            if self._up.is_set():
+                self.carried.revive(self._channel)
                 self._channel.look()
+        self._up.set()  # for what waits in `branch`
 
     def _come_back(self) -> None:
         """Look for the coordinator until it is back, or the patience is over."""
@@ -284,7 +285,7 @@ class ReconnectingChannel:
         tried, said, pause = 0, since, RETRY_SECONDS
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
-        session.subgroups.lose_passing(ConnectionLostError(f"lost the coordinator at {old.url}: call subgroup() again"))
+        session.subgroups.lose_passing(ConnectionLostError(f"lost the coordinator at {old.url}"))
         while not self._closing.is_set():
             tried += 1
             try:
@@ -314,10 +315,9 @@ class ReconnectingChannel:
                     *(old.url, now - since, reason.message, session.round, self._patience),
                 )
             self._closing.wait(pause)
-        if memory is not None:
-            memory.close()
-        if beacon is not None:
-            beacon.close()
+        for kept in (memory, beacon):
+            if kept is not None:
+                kept.close()
 
     def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
         """Try once to resume on a new connection. Raises the reason for which it failed."""
@@ -354,7 +354,8 @@ class ReconnectingChannel:
         with self._lock:
             if self._failed is not None:
                 raise self._failed
-            self._trying, self._is_up = None, True
+            self._trying = None
+            self._up.set()
         log.info(
             "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
             *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),

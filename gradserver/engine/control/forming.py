@@ -186,6 +186,7 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
     if group.origin is None:
         group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
     else:
+        group.origin.begin(group.members.epoch)
         group.set_timeouts(group.origin.timeout, group.origin.round_timeout)
     group.applicants.leave_all()
     parent = registry.parent_of(group)

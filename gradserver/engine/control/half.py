@@ -56,6 +56,9 @@ class Control:
         self._begin(now)
         try:
             self._registry.check_free(connection)
+            if (begun := subgroups.begun_before(self._registry, base, message)) is not None:
+                subgroups.welcome_again(self._registry, *begun, connection, effects)
+                return
             group, join = subgroups.group_for(self._registry, base, message, effects)
             self._registry.add(group)
             self._happens(group, join, effects, connection)

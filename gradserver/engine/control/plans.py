@@ -37,6 +37,8 @@ def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: f
     if group.broken is not None:
         _fail(group, member_id, group.broken, effects)
         return
+    if group.plans.is_repeated(member_id, group.members.by_id[member_id].connection, message.number):
+        return
     if member_id in group.plans.proposals:
         raise UnexpectedMessageError(f"{group.call(member_id)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")

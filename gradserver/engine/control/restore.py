@@ -22,6 +22,7 @@ from gradserver.engine.orders import RemoteOrder, SetPlan
 from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, Policy, in_mode, mode_of
 from gradserver.engine.records import (
     Begun,
+    Boundary,
     Cut,
     Durable,
     Entered,
@@ -188,7 +189,8 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     )
     if parent is not None and (made := found.latest(Subgroup)) is not None:
         called = tuple(names.get(place, "") for place in range(len(made.member_ids)))
-        origin = Origin(parent.name, made.member_ids, called, parent.timeout, parent.round_timeout)
+        timeouts = parent.timeout, parent.round_timeout
+        origin = Origin(parent.name, made.member_ids, called, *timeouts, began=_began(found, epochs))
         group = Group(
             name,
             policy,
@@ -209,6 +211,11 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     _tell_again(group, found, epochs)
     _close_again(group, found)
     return group
+
+
+def _began(found: GroupState, epochs: Sequence[Epoch]) -> int:
+    """Return the first epoch of a sub-group; 0 if rounds show that all members have had it."""
+    return epochs[0].epoch if found.latest(Round) is None and found.latest(Boundary) is None else 0
 
 
 def _restore_rounds(group: Group, found: GroupState) -> None:

@@ -16,6 +16,8 @@ have resumed in the parent. It uses the data shards of the parent, also those th
     FORMING  a named member departs; the parent is over   (none)   the error that names it, to all applicants
     FORMING  an applicant's patience ends                 (none)   DeadlineError that names the missing ones, to all
     FORMING  the last applicant leaves                    (none)
+    FORMING  an applicant's connection breaks             FORMING  it asks again on the next one, if the group lasts
+    ACTIVE   Split again, of a member without its Welcome ACTIVE   Welcome; it says Resume on another branch
     ACTIVE   anything                                              as in any group
 
 Members that ask for the same members, in any order, mean the same sub-group. A member asks for one at a time and waits.
@@ -29,6 +31,7 @@ from dataclasses import replace
 from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.policy import SYNC, OnNonFinite, Policy
 from gradserver.protocol.errors import (
@@ -41,7 +44,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_SUBGROUPS
 from gradserver.protocol.messages import Join, Split
-from gradserver.protocol.offers import UNTOLD
+from gradserver.protocol.offers import UNTOLD, pack_offers
 from gradserver.protocol.planes import AUTO
 
 _NUMBER_BYTES = 12
@@ -75,6 +78,39 @@ def group_for(registry: Registry, base: int, message: Split, effects: Effects) -
     if any(applicant.join.rank == join.rank for applicant in group.applicants.waiting):
         raise UnexpectedMessageError("a Split of a member that waits in the same sub-group already")
     return group, join
+
+
+def begun_before(registry: Registry, base: int, message: Split) -> tuple[Group, int] | None:
+    """Return the sub-group that has begun since the sender first asked for it, and the sender's id there.
+
+    Its connection broke before it had the Welcome. It asks for one sub-group at a time. So a sub-group of these members
+    is the one if its first epoch is later than that of each Welcome which the sender has got. None if there is none.
+    """
+    parent = registry.groups.get(message.group)
+    if parent is None or not message.again:
+        return None
+    caller = parent.member_id_of(base)
+    for group in registry.groups.values():
+        origin = group.origin
+        if origin is not None and group.is_durable and origin.began > message.after and _is_of(group, parent, message):
+            return (group, origin.member_ids.index(caller)) if caller in origin.member_ids else None
+    return None
+
+
+def welcome_again(registry: Registry, group: Group, member_id: int, connection: int, effects: Effects) -> None:
+    """Send a member the Welcome that was lost with its connection. It says Resume on another branch.
+
+    Raises:
+        GradServerError: the sub-group is broken.
+        LeftOutError: the others have gone on without it.
+    """
+    if group.broken is not None:
+        raise group.broken.again()
+    if not group.is_inside(member_id):
+        raise group.left_out(member_id, "its connection broke, and it did not come back")
+    welcome = welcome_to(group, member_id, "", registry.credit, registry.incarnation)
+    effects.send(connection, welcome, pack_offers(welcome.offers))
+    effects.close(connection)
 
 
 def _is_of(group: Group, parent: Group, message: Split) -> bool:

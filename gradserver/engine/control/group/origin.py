@@ -19,6 +19,7 @@ class Origin:
         round_timeout: seconds that an exchange of the parent waits for a member that is alive.
         leaders: true if they are leaders of hosts, as a Split says.
         absent: places of those that departed from the parent before they asked.
+        began: the sub-group's first epoch. It is 0 if it has none yet, and if all members are known to have had it.
     """
 
     parent: str
@@ -28,6 +29,7 @@ class Origin:
     round_timeout: float
     leaders: bool = False
     absent: set[int] = field(default_factory=set)
+    began: int = 0
 
     @property
     def asked(self) -> tuple[tuple[int, ...], bool]:
@@ -37,6 +39,10 @@ class Origin:
     def do_without(self, place: int) -> None:
         """Wait no more for the member at ``place``."""
         self.absent.add(place)
+
+    def begin(self, epoch: int) -> None:
+        """Note the first epoch."""
+        self.began = epoch
 
     @property
     def expected(self) -> int:

@@ -49,11 +49,19 @@ class Plans:
     proposed: Plan | None = None
     unconfirmed: set[int] = field(default_factory=set)
     unaware: set[int] = field(default_factory=set)
+    _heard: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Connection and number of each member's last proposal."""
 
     @property
     def is_lossy(self) -> bool:
         """True if a bucket of the plan travels with a loss."""
         return self.plan is not None and any(bucket.operation.is_lossy for bucket in self.plan.buckets)
+
+    def is_repeated(self, member_id: int, connection: int, number: int) -> bool:
+        """Note the number of a proposal, and tell whether it came on this connection before."""
+        before = self._heard.get(member_id)
+        self._heard[member_id] = connection, number
+        return number > 0 and before is not None and before[0] == connection and number <= before[1]
 
     def propose(self, member_id: int, proposal: Proposal) -> None:
         """Take a member's proposal."""
