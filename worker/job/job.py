@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from gradserver.protocol.errors import StateError, UsageError
-from gradserver.protocol.messages import Opened
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.job.checkpoint import Directory
+from gradserver.worker.job.local_steps import local_steps_of
 from gradserver.worker.job.position import check_data, position_of
 from gradserver.worker.job.saving import Saving, check_every
 from gradserver.worker.job.state import JobState
@@ -25,10 +25,12 @@ from gradserver.worker.job.trained import (
     Scheduler,
     Stateful,
     Trained,
+    Wrapped,
     bits,
     check_updated,
     chosen,
     of_bits,
+    part_of,
     together,
     trained,
 )
@@ -70,8 +72,8 @@ class Job:
     checkpoint. A script that handles SIGTERM itself can call `stop`.
 
     Args:
-        model: the wrapped module. Or several that share a worker, such as a generator and its discriminator: a list, or
-            a mapping by name.
+        model: the wrapped module, by `DistributedDataParallel` or `LocalSGD`. Or several of the former that share a
+            worker, such as a generator and its discriminator: a list, or a mapping by name.
         optimizer: its optimizer, made before the job. For several models a list or mapping of optimizers.
         scheduler: one of torch's learning-rate schedulers, or a similar object. It is stepped after each update. A
             scheduler with an argument for ``step`` belongs into ``state``, and the loop steps it.
@@ -88,8 +90,7 @@ class Job:
         optimizer: the optimizer of ``model``.
         scheduler: the scheduler of ``model``.
         models: all models, by name (or place in the list).
-        entered: value of ``round`` at which this worker joined, or has come to so far. 0 if it was there from the
-            start.
+        entered: value of ``round`` at which this worker joined, or has come to so far. 0 for a founder.
         resumed: the checkpoint that the job continued from. None for a new job.
 
     Raises:
@@ -99,7 +100,7 @@ class Job:
 
     def __init__(
         self,
-        model: DistributedDataParallel | Sequence[DistributedDataParallel] | Mapping[str, DistributedDataParallel],
+        model: Wrapped | Sequence[DistributedDataParallel] | Mapping[str, DistributedDataParallel],
         optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer],
         scheduler: Scheduler | Sequence[Scheduler | None] | Mapping[str, Scheduler | None] | None = None,
         *,
@@ -115,7 +116,7 @@ class Job:
         self._parts = trained(model, optimizer, scheduler)
         first = self._parts[0]
         self.model, self.optimizer, self.scheduler = first.model, first.optimizer, first.scheduler
-        self.models = {part.name: part.model for part in self._parts}
+        self.models: dict[str, Any] = {part.name: part.model for part in self._parts}
         self.entered = 0
         self.resumed: Path | None = None
         self._worker, self._several = first.model.worker, bool(first.name)
@@ -131,6 +132,7 @@ class Job:
         self._dropped: list[Trained] | None = None
         """Models with gradients that the others drop, in a round for which this worker has no data."""
         self._newcomers = Newcomers(self._worker)
+        self._local = local_steps_of(first, self._worker, self._state, self._saving, self._newcomers)
         if self._worker.joins:
             # The others wait for a worker that gets samples from the coordinator, so that these count.
             if self._several and data is None:
@@ -138,8 +140,12 @@ class Job:
                     "a job of several models joins others at the top of their loop, which is known with job.batches "
                     "only: give data=, here and at the others"
                 )
-            self._worker.enter(self._take_over, waits=isinstance(data, DataRanges) or self._several)
+            waits = isinstance(data, DataRanges) or self._several
+            self._worker.enter(self._take_over, waits=waits and self._local is None)
             self._worker._session.member.turns.go_on_from(self._state.done)
+            if self._local is not None:
+                self._local.catch_up()
+                self.entered = self.round
         elif directory is not None:
             self._load(directory.latest)
         if directory is not None:
@@ -149,7 +155,7 @@ class Job:
 
     @property
     def round(self) -> int:
-        """Number of updates of the weights since the job was first started."""
+        """Number of updates of the weights since the job was first started; with local SGD, number of exchanges."""
         return self._state.round
 
     def _load(self, find: Callable[[], Path | None]) -> bool:
@@ -171,7 +177,7 @@ class Job:
 
     def step(
         self,
-        *models: DistributedDataParallel | str,
+        *models: Wrapped | str,
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
     ) -> None:
@@ -195,7 +201,10 @@ class Job:
             StateError: a worker was told to stop, and the state could not be saved.
         """
         self._check_step(before, after)
-        if not self._several and not self.model.exchanged:
+        if self._local is not None:
+            self._local.step(before, after)
+            return
+        if not self._several and not self._parts[0].synchronous.exchanged:
             return  # its cadence, or `no_sync`, has accumulated the gradients
         updated, before_it = chosen(self._parts, models), self.round
         dropped = together(self._parts, updated) if self._dropped is None else self._dropped
@@ -206,7 +215,8 @@ class Job:
             self._dropped = None
         saves_later = self._several and self._position is not None
         stopping = None if saves_later else self._saving.ask()
-        if any(part.model.has_update for part in updated) and not any(part.model.skipped for part in updated):
+        models_updated = [part.synchronous for part in updated]
+        if any(one.has_update for one in models_updated) and not any(one.skipped for one in models_updated):
             self._update(updated, before, after)
         for part in (*updated, *dropped):
             part.clear()
@@ -214,7 +224,7 @@ class Job:
         if not self._several:
             self._catch_up(before, after)
         self._worker.boundary()
-        self._newcomers.check(self._state.modules, self.round)
+        self._newcomers.check(self._state.replicated, self.round)
         if stopping is not None:
             self._saving.save_or_leave(stopping, before_it)
 
@@ -232,7 +242,7 @@ class Job:
             before()
         for part in updated:
             part.update()
-        self._state.round += 1
+        self._state.count_round()
         if after is not None:
             after()
 
@@ -240,8 +250,8 @@ class Job:
         """Repeat what the others have done since this worker got its state."""
         while self._worker.has_next:
             (part,) = self._parts
-            if part.model.replay():
-                if not part.model.skipped:
+            if part.synchronous.replay():
+                if not part.synchronous.skipped:
                     self._update(self._parts, before, after)
                 part.clear()
         if self._worker.observes:
@@ -297,7 +307,8 @@ class Job:
                 yield
             return
         for part in self._parts:
-            part.model._backward.ended = max(part.model._backward.ended - 1, 0)
+            backward = part.synchronous._backward
+            backward.ended = max(backward.ended - 1, 0)
         if self._entering:
             assert self._position is not None
             self._position.running = True
@@ -332,20 +343,10 @@ class Job:
                 if to_the_top:
                     return
                 self._save_if_due()
-            elif not self._part_of(news).model.replay():
+            elif not part_of(self._parts, news).model.replay():
                 for part in self._parts:
                     part.clear()
                 return
-
-    def _part_of(self, news: Opened) -> Trained:
-        found = next((part for part in self._parts if part.number == news.section), None)
-        if news.ended:
-            return self._parts[0]
-        if found is None:
-            raise UsageError(
-                f"round {news.round} is of a module that is not this job's: give the job all that the loop trains"
-            )
-        return found
 
     def stop(self) -> None:
         """Save when this round is over, and leave, as on SIGTERM. It returns at once. Any thread may call it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.version import __version__
@@ -17,7 +17,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.job.checkpoint import read
 from gradserver.worker.job.position import Position, RangesPosition, StepsPosition, chance, set_chance
 from gradserver.worker.job.trained import Stateful, Trained, check_parts, state_of, states
-from gradserver.worker.torch_ddp.alike import check_same_start, check_weights, digest_of, gather
+from gradserver.worker.torch_ddp.alike import check_same_start, check_weights, digest_of_all, gather
 from gradserver.worker.tree import Tree
 
 log = logging.getLogger("gradserver")
@@ -56,14 +56,20 @@ class JobState:
         self._position = position
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The wrapped modules."""
-        return [part.model.module for part in self._parts]
+    def replicated(self) -> list[Tensor]:
+        """The weights that all members have alike."""
+        return [weight for part in self._parts for weight in part.replicated]
+
+    def count_round(self) -> None:
+        """Count an update of the weights that all members have alike."""
+        self.round += 1
 
     def agree(self) -> Tree | None:
         """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
+        for part in self._parts:
+            part.settle()
         mine = {
-            "weights": digest_of(*self.modules),
+            "weights": digest_of_all(self.replicated),
             "chance": chance(),
             "position": None if self._position is None else self._position.own(),
         }
@@ -78,6 +84,7 @@ class JobState:
         return {
             "round": self.round,
             "model": states(self._parts, lambda part: part.model.state_dict(unwrapped=True)),
+            "outer": states(self._parts, Trained.outer_state),
             "optimizer": states(self._parts, lambda part: part.optimizer.state_dict()),
             "scheduler": states(self._parts, lambda part: part.scheduler and part.scheduler.state_dict()),
             "state": {name: one.state_dict() for name, one in self._others.items()},
@@ -114,7 +121,7 @@ class JobState:
     def for_learner(self) -> Tree:
         """Return the state that a learner needs to be like this worker."""
         position = None if self._position is None else self._position.for_who_joins()
-        tree = self._tree([{"chance": None, "weights": digest_of(*self.modules)}], position)
+        tree = self._tree([{"chance": None, "weights": digest_of_all(self.replicated)}], position)
         tree["unsaved"] = states(self._parts, lambda part: part.model.unsaved_buffers())
         if self._several:
             tree["gradients"] = states(self._parts, Trained.gradients)
@@ -140,8 +147,8 @@ class JobState:
         if self._position is not None:
             (self._position.join if self._worker.joins else self._position.resume)(tree["data"])
         for part in self._parts:
-            part.model.module.load_state_dict(state_of(part, tree["model"]))
-        if digest_of(*self.modules) != tree["weights"]:
+            part.load(state_of(part, tree["model"]), state_of(part, tree["outer"]) if "outer" in tree else None)
+        if digest_of_all(self.replicated) != tree["weights"]:
             raise StateError("its weights change when they are loaded: this model's have another type or order")
         for part in self._parts:
             part.optimizer.load_state_dict(state_of(part, tree["optimizer"]))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
+from gradserver.protocol.messages import Opened
+from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
+Wrapped: TypeAlias = DistributedDataParallel | LocalSGD
+"""A model of a job. Several models are wrapped by `DistributedDataParallel`."""
 _MOST: Final = 60
 """Models of one job, at most. The updated ones travel as the bits of a number."""
 
@@ -39,21 +44,52 @@ class Trained:
     """One model of a job. ``name`` is empty if it is the only one."""
 
     name: str
-    model: DistributedDataParallel
+    model: Wrapped
     optimizer: Optimizer
     scheduler: Scheduler | None
     dropped: bool = False
     """True if its gradients are gone: they came with those of a model that was updated without it."""
 
     @property
+    def synchronous(self) -> DistributedDataParallel:
+        """The model, if it exchanges gradients."""
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    @property
+    def replicated(self) -> list[Tensor]:
+        """The weights that all members have alike."""
+        if isinstance(self.model, LocalSGD):
+            return list(self.model.weights().values())
+        return list(self.model.module.parameters())
+
+    def settle(self) -> None:
+        """Exchange what was not exchanged yet, before a checkpoint."""
+        if isinstance(self.model, LocalSGD):
+            self.model.sync()
+
+    def outer_state(self) -> Tree:
+        """Return the state of a model with an outer optimizer; None without one."""
+        return self.model.outer_state() if isinstance(self.model, LocalSGD) else None
+
+    def load(self, module: Tree, outer: Tree) -> None:
+        """Load the module's state, and that of the outer optimizer, if there is one."""
+        if not isinstance(self.model, LocalSGD):
+            self.model.module.load_state_dict(module)
+            return
+        self.model.load_state_dict(module)
+        if outer is not None:  # else it is from a job that has exchanged gradients
+            self.model.load_outer_state(outer)
+
+    @property
     def number(self) -> int:
         """The number of its section in the group's plan."""
-        return self.model._rounds.agreement.number
+        return self.synchronous._rounds.agreement.number
 
     @property
     def fresh(self) -> bool:
         """True if it has the mean gradients of an exchange, and was not updated by them."""
-        return self.model._backward.fresh
+        return self.synchronous._backward.fresh
 
     def update(self) -> None:
         """Step optimizer and scheduler."""
@@ -64,18 +100,18 @@ class Trained:
     def clear(self) -> None:
         """Drop its gradients."""
         self.optimizer.zero_grad()
-        self.model._backward.fresh = False
+        self.synchronous._backward.fresh = False
 
     def gradients(self) -> Tree:
         """Return the gradients that are not applied yet, for a worker that joins in between; None if there are none."""
-        return [slot.parameter.grad for slot in self.model._rounds.slots] if self.fresh else None
+        return [slot.parameter.grad for slot in self.synchronous._rounds.slots] if self.fresh else None
 
     def set_gradients(self, found: Tree) -> None:
         """Take the gradients of another member."""
         if found is not None:
-            for slot, gradient in zip(self.model._rounds.slots, found, strict=True):
+            for slot, gradient in zip(self.synchronous._rounds.slots, found, strict=True):
                 slot.parameter.grad = gradient
-            self.model._backward.fresh = True
+            self.synchronous._backward.fresh = True
 
 
 def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
@@ -84,7 +120,7 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
     Raises:
         InvalidArgumentError: they do not belong together.
     """
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel | LocalSGD):
         if isinstance(optimizer, Mapping | Sequence):
             raise InvalidArgumentError("one model has one optimizer: several of both make a job of several models")
         _check_optimizer(model, optimizer, "")
@@ -95,6 +131,11 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
     optimizers = _matched(models, optimizer, "optimizer")
     schedulers = dict.fromkeys(models) if scheduler is None else _matched(models, scheduler, "scheduler")
     for name, one in models.items():
+        if isinstance(one, LocalSGD):
+            raise InvalidArgumentError(
+                f"model {name!r} is a LocalSGD, and the models of a job of several exchange gradients: wrap each in "
+                f"gradserver.DistributedDataParallel(module, worker), or make a job of this one alone"
+            )
         if not isinstance(one, DistributedDataParallel):
             raise InvalidArgumentError(
                 f"model {name!r} is a {type(one).__name__}: wrap it first, in "
@@ -110,7 +151,7 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
     return tuple(sorted(found, key=lambda one: one.number))
 
 
-def _check_optimizer(model: DistributedDataParallel, optimizer: Optimizer, name: str) -> None:
+def _check_optimizer(model: Wrapped, optimizer: Optimizer, name: str) -> None:
     """Refuse an optimizer of other parameters: it would change nothing, or what is not exchanged."""
     whose = f"those of model{name}" if name else "the model's"
     own = {id(parameter) for parameter in model.module.parameters()}
@@ -157,8 +198,8 @@ def chosen(parts: Sequence[Trained], which: Sequence[object]) -> list[Trained]:
 
 def together(parts: Sequence[Trained], updated: Sequence[Trained]) -> list[Trained]:
     """Return those that were not ``updated``, and got their gradients in the same backward as one that was."""
-    backwards = {part.model._backward.latest for part in updated if part.fresh}
-    return [p for p in parts if p not in updated and p.fresh and p.model._backward.latest in backwards]
+    backwards = {part.synchronous._backward.latest for part in updated if part.fresh}
+    return [p for p in parts if p not in updated and p.fresh and p.synchronous._backward.latest in backwards]
 
 
 def check_updated(parts: Sequence[Trained]) -> None:
@@ -179,6 +220,18 @@ def bits(parts: Sequence[Trained], which: Sequence[Trained]) -> int:
 def of_bits(parts: Sequence[Trained], number: int) -> list[Trained]:
     """Decode what `bits` has encoded."""
     return [part for place, part in enumerate(parts) if number >> place & 1]
+
+
+def part_of(parts: Sequence[Trained], news: Opened) -> Trained:
+    """Return the model of the round that the others have begun; UsageError if it is none of ``parts``."""
+    found = next((part for part in parts if part.number == news.section), None)
+    if news.ended:
+        return parts[0]
+    if found is None:
+        raise UsageError(
+            f"round {news.round} is of a module that is not this job's: give the job all that the loop trains"
+        )
+    return found
 
 
 def states(parts: Sequence[Trained], of: Callable[[Trained], Tree]) -> Tree:

@@ -210,6 +210,11 @@ class LocalSGD(nn.Module):
         return self._averaging.guard.holds
 
     @property
+    def is_whole(self) -> bool:
+        """True if each fragment was exchanged equally often."""
+        return self._schedule.fragment == 0
+
+    @property
     def plans(self) -> tuple[Plan, ...]:
         """The content of each fragment's exchange."""
         return tuple(fragment.plan for fragment in self._fragments)
@@ -257,6 +262,11 @@ class LocalSGD(nn.Module):
             loaded = super().load_state_dict(state_dict, strict)
         self._averaging.begin_from_module()
         return loaded
+
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are not in the module's state. A worker that joins needs them too."""
+        saved = self.module.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in saved}
 
     def outer_state(self) -> Tree:
         """Return the group's weights that are wider than their parameters, the outer optimizer, and the schedule.

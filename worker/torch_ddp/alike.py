@@ -59,12 +59,16 @@ def gather(worker: Worker, tree: Tree) -> list[Tree]:
 
 def digest_of(*modules: nn.Module) -> int:
     """Return the digest (`gradserver.protocol.digest`) of modules' parameters, one behind the other."""
+    return digest_of_all(parameter for module in modules for parameter in module.parameters())
+
+
+def digest_of_all(tensors: Iterable[Tensor]) -> int:
+    """Return the digest of ``tensors``, one behind the other."""
     total = at = 0
-    for module in modules:
-        for parameter in module.parameters():
-            data = bind(parameter, writes=False).data
-            total += digest(data, at)
-            at += data.size
+    for tensor in tensors:
+        data = bind(tensor, writes=False).data
+        total += digest(data, at)
+        at += data.size
     return total % MODULUS
 
 
@@ -180,8 +184,8 @@ class Newcomers:
         self._due = self._due or self._is_one or not self._attached.issuperset(news.member_ids)
         self._attached = frozenset(news.member_ids)
 
-    def check(self, modules: Sequence[nn.Module], number: int) -> None:
-        """Compare weights if a member is new. All members call it between the same two rounds.
+    def check(self, replicated: Iterable[Tensor], number: int) -> None:
+        """Compare ``replicated`` weights if a member is new. All members call it between the same two rounds.
 
         Raises:
             DivergedError: this worker is new, and its weights differ: it has left. The others continue.
@@ -191,7 +195,7 @@ class Newcomers:
         if self._due:
             is_one, self._due, self._is_one = self._is_one, False, False
             rows = np.zeros((self._worker.world_size, 9), np.uint8)
-            weights = digest_of(*modules).to_bytes(8, "little")
+            weights = digest_of_all(replicated).to_bytes(8, "little")
             rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD]
             handle = self._worker.all_reduce(rows, op="max", async_op=True)  # it continues if a member is lost
             self._asked.append(_Asked(number, self._worker.names, self._worker.rank, rows, handle))

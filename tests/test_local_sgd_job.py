@@ -1,0 +1,188 @@
+"""Jobs with local SGD: they are saved, continue with other workers, and others join them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster, LocalSGD, ShardSampler
+from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.worker.client import Worker
+from gradserver.worker.job.checkpoint import Directory, read
+from tests.models import Transformer, loss_of, seeded, tokens
+from tests.replicas import on, same
+
+torch.set_num_threads(1)
+
+SAMPLES, BATCH = 60, 3
+MODES: list[dict[str, Any]] = [{}, {"fragments": 2, "delay": 1}, {"fragments": 4, "mixing": 0.25, "delay": 1}]
+
+
+def dataset() -> TensorDataset:
+    inputs = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(torch.arange(SAMPLES), inputs, inputs.sum(1, keepdim=True))
+
+
+class Network(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        seeded(self, 7)
+
+
+Used = list[int]
+Ended = tuple[dict[str, Tensor], list[Tensor], int, Used]
+"""The group's weights, the outer optimizer's momenta, the round, and the samples that this worker has used."""
+
+
+def train(
+    worker: Worker,
+    checkpoint: Path | None = None,
+    epochs: int = 1,
+    limit: int = 1000,
+    every: int | None = None,
+    ranges: bool = False,
+    **options: Any,
+) -> Ended:
+    """Train for ``epochs``, or ``limit`` batches. Return what this worker has in the end."""
+    module, data = Network(), dataset()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    model = LocalSGD(module, worker, optimizer, **{"every": 4, **options})
+    source: Any = (
+        DataRanges(SAMPLES, worker, batch_size=BATCH, seed=3)
+        if ranges
+        else ShardSampler.for_worker(data, worker, seed=3, uneven="keep")
+    )
+    job = Job(model, optimizer, scheduler, data=source, checkpoint=checkpoint, every=every)
+    loader = DataLoader(data, batch_sampler=source) if ranges else DataLoader(data, batch_size=BATCH, sampler=source)
+    used: Used = []
+    for numbers, inputs, targets in job.batches(loader, epochs=epochs):
+        used += numbers.tolist()
+        (model(inputs) - targets).square().mean().backward()
+        job.step()
+        limit -= 1
+        if limit == 0:
+            job.save()
+            break
+    momenta = [one["momentum_buffer"].clone() for one in model.outer.state.values()]
+    return {name: one.clone() for name, one in model.weights().items()}, momenta, job.round, used
+
+
+def alike(ended: list[Ended]) -> bool:
+    first = ended[0]
+    return all(
+        same(first[0], one[0])
+        and all(torch.equal(a, b) for a, b in zip(first[1], one[1], strict=True))
+        and first[2] == one[2]
+        for one in ended
+    )
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("ranges", [False, True])
+def test_a_job_uses_each_sample_once_and_members_are_alike(options: dict[str, Any], ranges: bool) -> None:
+    ended = on(3, train, ranges=ranges, **options)
+    assert alike(ended)
+    assert sorted(number for *_, used in ended for number in used) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_job_continues_with_another_number_of_workers(options: dict[str, Any], world: int, tmp_path: Path) -> None:
+    before = on(3, train, tmp_path, limit=3, **options)
+    path = Directory(tmp_path, keep=1).latest()
+    assert path is not None
+    saved = read(path).tree
+    assert alike(before)
+    assert all(torch.equal(before[0][0][name], one) for name, one in saved["model"].items())
+    after = on(world, train, tmp_path, **options)
+    assert alike(after)
+    assert after[0][2] > before[0][2] == saved["round"]
+    used = [number for ended in (before, after) for *_, used in ended for number in used]
+    assert sorted(used) == list(range(SAMPLES))
+
+
+def test_a_job_is_saved_every_few_exchanges_with_what_was_not_exchanged_yet(tmp_path: Path) -> None:
+    ended = on(2, train, tmp_path, every=2, fragments=2)
+    assert alike(ended)
+    path = Directory(tmp_path, keep=1).latest()
+    assert path is not None
+    tree = read(path).tree
+    assert tree["round"] >= 2
+    assert tree["outer"]["round"] == tree["round"]
+
+
+def test_a_job_continues_from_one_that_has_exchanged_gradients(tmp_path: Path) -> None:
+    def synchronous(worker: Worker) -> dict[str, Tensor]:
+        module = Network()
+        model = DistributedDataParallel(module, worker)
+        job = Job(model, torch.optim.AdamW(module.parameters(), lr=0.01), checkpoint=tmp_path)
+        model(torch.ones(2, 3)).sum().backward()
+        job.step()
+        job.save()
+        return {name: one.detach().clone() for name, one in module.named_parameters()}
+
+    def local(worker: Worker) -> dict[str, Tensor]:
+        module = Network()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        model = LocalSGD(module, worker, optimizer)
+        Job(model, optimizer, checkpoint=tmp_path)
+        return {name: one.clone() for name, one in model.weights().items()}
+
+    assert same(on(2, synchronous)[0], on(2, local)[0])
+
+
+def test_several_models_exchange_gradients() -> None:
+    def work(worker: Worker) -> None:
+        modules = [Network(), Network()]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in modules]
+        models = [LocalSGD(one, worker) for one in modules]
+        with pytest.raises(InvalidArgumentError, match="model '0' is a LocalSGD"):
+            Job(models, optimizers)  # type: ignore[arg-type]
+
+    on(1, work)
+
+
+@pytest.mark.parametrize(("options", "backlog"), [(MODES[0], 0), (MODES[1], 1 << 20), (MODES[2], 1 << 20)])
+def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: dict[str, Any], backlog: int) -> None:
+    seen: dict[int, dict[str, list[Tensor]]] = {}
+    entered: dict[str, int] = {}
+    lock, rounds = threading.Lock(), 14 * options.get("fragments", 1)
+    with LocalCluster(2, elastic=(1, 8), timeout=20.0, backlog=backlog) as cluster:
+
+        def work(worker: Worker) -> int:
+            name, module = worker.name, Transformer(len(entered))
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            model = LocalSGD(module, worker, optimizer, every=4, **options)
+            job = Job(model, optimizer)
+            entered[name] = job.entered
+
+            def look() -> None:
+                state = [*model.weights().values(), *(one["momentum_buffer"] for one in model.outer.state.values())]
+                with lock:
+                    seen.setdefault(job.round, {})[name] = [one.clone() for one in state]
+                if job.round == 3 and worker.rank == 0:
+                    cluster.add()
+
+            model.on_boundary(look)
+            step = 0
+            while job.round < rounds:
+                loss_of(model, *tokens(100 * step + worker.rank, 4)).backward()
+                job.step()
+                step += 1
+            return worker.world_size
+
+        found = cluster.run(work)
+    assert set(entered) == {"worker-0", "worker-1", "worker-2"}
+    assert entered["worker-2"] >= 3
+    assert found == [3, 3, 3]
+    for number, states in seen.items():
+        first, *others = states.values()
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), number
+    assert len(seen[rounds]) == 3
