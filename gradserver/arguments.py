@@ -11,6 +11,7 @@ from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_STALENESS, MAX_W
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
+    from gradserver.protocol.means import Mean
 
 N = TypeVar("N", int, float)
 
@@ -96,6 +97,17 @@ def quorum(text: str) -> int | str:
     share = number(float, 1.0, 100.0, "a share in percent", "{:g} to {:g}")
     share(text[:-1])
     return text
+
+
+def mean(text: str) -> Mean:
+    """Parse the name of a mean, such as ``trimmed:0.25``."""
+    from gradserver.protocol.errors import InvalidArgumentError
+    from gradserver.protocol.means import mean_of
+
+    try:
+        return mean_of(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB, "TiB": 1024 * 1024 * MIB}

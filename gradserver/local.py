@@ -25,6 +25,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
+from gradserver.protocol.means import mean_of
 from gradserver.protocol.messages import Join, Message, Split
 from gradserver.protocol.offers import THREAD
 from gradserver.runtime import Runtime
@@ -74,6 +75,8 @@ class LocalCluster:
         nonfinite: action on NaN or Inf in a gradient. ``"halt"`` ends the group with an error that names worker, bucket
             and parameter. ``"leave-out"`` leaves that slice of it out of the mean. With ``"skip"`` no worker applies
             the round. ``"propagate"`` passes it on, as torch does, which a GradScaler needs.
+        mean: rule by which gradients are averaged: ``"plain"``, or a robust one, as ``"median"``, ``"trimmed:0.25"``,
+            ``"clipped:1"`` or ``"krum:1"``.
     """
 
     def __init__(
@@ -94,12 +97,15 @@ class LocalCluster:
         wire: str = "fp32",
         backlog: int = BACKLOG_BYTES,
         nonfinite: Literal["halt", "leave-out", "skip", "propagate"] = "halt",
+        mean: str = "plain",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         size = Policy(*elastic) if elastic else Policy.of(world_size)
         chosen, lateness = in_mode(mode_of(mode, staleness, damping), quorum, backup, grace, late, size.maximum)
         policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for, mode=chosen)
+        policy = dataclasses.replace(policy, mean=mean_of(mean))
+        policy.check_mean()
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,15 @@ from gradserver.mean import (
 from gradserver.protocol.codecs import Codec, Scratch, seed_of
 from gradserver.protocol.digest import digest
 from gradserver.protocol.errors import ProtocolError
+from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.means import UNIT
+from gradserver.robust import FIRST_SCRATCH, robust_mean
 
 EXACT_PLACE: Final = ("bf16", "fp16")
 """Codecs in which an element that is not finite stays in its place, and does not spread."""
+
+_FIRST_ROW: Final = FIRST_SCRATCH + MAX_WORLD_SIZE
+"""Number of the scratch memory of the first decoded row, behind those of robust means."""
 
 
 class _Codecs(threading.local):
@@ -109,11 +115,16 @@ def _reduce(
     with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
         for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
             mean = scratch(0, elements.stop - elements.start, np.float32)
-            if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
-                return undecodable
-            if in_range:
-                mean = to_range(mean, np.float32)
-            divide(mean, divisor)
+            if command.mean.is_robust:
+                done = _robust(command, shares, data, piece, mean, seed + number, in_range)
+                if done is not True:
+                    return done
+            else:
+                if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
+                    return undecodable
+                if in_range:
+                    mean = to_range(mean, np.float32)
+                divide(mean, divisor)
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
                 return None
@@ -214,6 +225,29 @@ def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: in
         if weight is not None:
             np.multiply(total, weight, out=total)
     return None
+
+
+def _robust(
+    command: Reduce,
+    shares: Sequence[tuple[int, float]],
+    data: Mapping[int, Array],
+    piece: slice,
+    mean: Array,
+    seed: int,
+    in_range: bool,
+) -> Undecodable | Literal[True] | None:
+    """Write the robust mean of one block, which is a unit, to ``mean``. Return None if something is not finite."""
+    rows: list[Array | None] = []
+    for place, (member_id, _) in enumerate(shares):
+        row = None if member_id not in data else scratch(_FIRST_ROW + place, mean.size, np.float32)
+        if row is not None:
+            try:
+                command.operation.codec.decode_block(data[member_id][piece], row, seed, _codecs.scratch)
+            except ProtocolError as error:
+                return Undecodable(member_id, error)
+        rows.append(row)
+    guarded, weights = command.nonfinite is not OnNonFinite.PROPAGATE, [weight for _, weight in shares]
+    return robust_mean(command.mean, rows, weights, mean, UNIT, guarded, in_range) or None
 
 
 def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int, guarded: bool) -> bool:

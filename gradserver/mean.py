@@ -1,10 +1,11 @@
-"""Means, whatever format their contributions travel in: weights, scratch memory, and values that are not finite."""
+"""Parts of every reduction: weights, values that are not finite, scratch memory, and types to compute in."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.dtypes import DType, numpy_dtype
+from gradserver.protocol.exchange import Op
 
 Array = npt.NDArray[Any]
 Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
@@ -94,3 +97,26 @@ def scratch(number: int, numel: int, dtype: npt.DTypeLike) -> Array:
     if block is None or block.size < nbytes:
         block = _blocks.by_number[number] = np.empty(nbytes, np.uint8)
     return block[:nbytes].view(dtype)
+
+
+_WIDE: Final = {"float64": np.float64, "complex128": np.float64}
+
+
+@cache
+def types_of(dtype: DType, op: Op) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Choose the type to compute in, and that of memory: its numbers, or bits that `_Job._widen` converts to them."""
+    if op in (Op.NONE, Op.FIRST):  # bytes that are passed on
+        return np.dtype(np.uint8), np.dtype(np.uint8)
+    elements = _number_type(dtype, Op.SUM if op is Op.MEAN else op)
+    if dtype.name in ("complex32", "bfloat16"):
+        return elements, np.dtype(np.float16 if dtype.kind == "c" else np.uint16)
+    return elements, elements if dtype.kind == "c" else numpy_dtype(dtype)
+
+
+def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
+    """Choose the type to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
+    if dtype.kind in "iub":
+        return numpy_dtype(dtype)
+    if dtype.kind == "c" and op is Op.PRODUCT:
+        return np.dtype(np.complex128 if dtype.name == "complex128" else np.complex64)
+    return np.dtype(_WIDE.get(dtype.name, np.float32))

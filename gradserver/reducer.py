@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -36,14 +35,17 @@ from gradserver.mean import (
     is_finite,
     scratch,
     shares_of,
+    types_of,
     weigh,
     with_one_nan,
 )
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.digest import digest
-from gradserver.protocol.dtypes import DType, numpy_dtype
+from gradserver.protocol.dtypes import numpy_dtype
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
+from gradserver.protocol.means import UNIT
+from gradserver.robust import robust_mean
 
 log = logging.getLogger("gradserver")
 
@@ -60,7 +62,8 @@ _MAX_CAUSE: Final = 500
 """Limit of the characters of an exception's text that are sent to members."""
 _UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _MEAN: Final = Op.MEAN
-_WIDE: Final = {"float64": np.float64, "complex128": np.float64}
+_ROBUST_COST: Final = 8
+"""Time of a robust mean over that of the plain one, about."""
 
 
 class Pending(Enum):
@@ -163,7 +166,8 @@ def _is_small(command: Reduce) -> bool:
     """Return whether other threads would not be faster."""
     if command.operation.is_lossy:
         return command.numel < _LOSSY_NUMEL
-    return command.nbytes * len(command.contributions) < _SPREAD_BYTES
+    cost = _ROBUST_COST if command.mean.is_robust else 1
+    return command.nbytes * len(command.contributions) * cost < _SPREAD_BYTES
 
 
 def reduce(command: Reduce) -> Outcome:
@@ -192,7 +196,7 @@ class _Job:
         operation = command.operation
         self._op, self._dtype = operation.op, operation.dtype
         self._guarded = command.nonfinite is not PROPAGATE
-        self._elements, self._stored = _types(self._dtype, self._op)
+        self._elements, self._stored = types_of(self._dtype, self._op)
         numel = command.nbytes // self._stored.itemsize
         self._member_ids = [contribution.member_id for contribution in command.contributions]
         self._rows = [
@@ -200,12 +204,14 @@ class _Job:
         ]
         self._weights = [contribution.weight for contribution in command.contributions]
         self._scale = weigh(self._weights)
+        self._rule = command.mean
         self.kept: Buffer | None = None
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
-        self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
-        self.blocks = -(-numel // self._step)
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
+        self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
+        self._step = max(self._step, UNIT * self._parts if self._rule.is_robust else 0)  # whole units
+        self.blocks = -(-numel // self._step)
         self._total: Array | None = None  # memory for a sum in one block: the result's own, so that nothing is copied
         if command.keep:
             kept = np.empty(numel, self._stored)
@@ -252,6 +258,8 @@ class _Job:
             own = scratch(0, first.size, first.dtype)
             own[:] = first
             return own if not self._guarded or is_finite(self._widen(own)) else None
+        if self._rule.is_robust:
+            return self._robust(rows, weights)
         values = given if self._is_plain else [(weight, self._widen(row)) for weight, row in given]
         first = values[0][1]
         total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
@@ -272,6 +280,14 @@ class _Job:
         if is_finite(total):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
+
+    def _robust(self, rows: Sequence[Array | None], weights: Sequence[float], within: bool = False) -> Array | None:
+        """Compute a robust mean of a block that begins with a unit, as `_mean` does. ``within``: in range."""
+        values = [None if row is None else self._widen(row) for row in rows]
+        first = next(row for row in values if row is not None)
+        total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
+        known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded, within)
+        return self._narrow(total) if known and (not self._guarded or is_finite(total)) else None
 
     def _fold(self, rows: Sequence[Array | None]) -> Array:
         """Compute the sum, minimum, maximum or product of a block."""
@@ -364,6 +380,10 @@ class _Sieve(_Job):
 
     def _mean_in_range(self, rows: dict[int, Array | None]) -> Array:
         """Compute the mean of finite elements that are so large that their sum is not finite."""
+        if self._rule.is_robust:
+            made = self._robust(list(rows.values()), [self._weights[place] for place in rows], within=True)
+            assert made is not None, "all elements are finite"
+            return made
         shares = shares_of([self._weights[place] for place in rows])
         given = [(share, row) for share, row in zip(shares, rows.values(), strict=True) if row is not None]
         total: Array = np.zeros(given[0][1].size, np.float64)
@@ -378,23 +398,3 @@ def _multiply(left: Array, right: Array) -> Array:
     result.real = left.real * right.real - left.imag * right.imag
     result.imag = left.real * right.imag + left.imag * right.real
     return result
-
-
-@cache
-def _types(dtype: DType, op: Op) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """Choose the type to compute in, and that of memory: its numbers, or bits that `_Job._widen` converts to them."""
-    if op in (Op.NONE, Op.FIRST):  # bytes that are passed on
-        return np.dtype(np.uint8), np.dtype(np.uint8)
-    elements = _number_type(dtype, Op.SUM if op is Op.MEAN else op)
-    if dtype.name in ("complex32", "bfloat16"):
-        return elements, np.dtype(np.float16 if dtype.kind == "c" else np.uint16)
-    return elements, elements if dtype.kind == "c" else numpy_dtype(dtype)
-
-
-def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
-    """Choose the type to compute in. Complex numbers add as pairs of real ones, and multiply as themselves."""
-    if dtype.kind in "iub":
-        return numpy_dtype(dtype)
-    if dtype.kind == "c" and op is Op.PRODUCT:
-        return np.dtype(np.complex128 if dtype.name == "complex128" else np.complex64)
-    return np.dtype(_WIDE.get(dtype.name, np.float32))

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradserver.arguments import ANY, add_mode, add_seconds, names, number, quorum, size, sync, workers_of
+from gradserver.arguments import ANY, add_mode, add_seconds, mean, names, number, quorum, size, sync, workers_of
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import (
     JOURNAL_QUOTA_BYTES,
@@ -29,22 +29,9 @@ if TYPE_CHECKING:
 
 DEFAULT_BIND = "tcp://127.0.0.1:7411"
 _FOR_COORDINATORS: Final = (
-    *(
-        "workers",
-        "groups",
-        "gather",
-        "rejoin_for",
-        "quorum",
-        "grace",
-        "backup",
-        "late",
-        "mode",
-        "staleness",
-        "damping",
-        "backlog",
-        "state_timeout",
-    ),
-    *("state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite", "group", "plane"),
+    *("workers", "groups", "gather", "rejoin_for", "quorum", "grace", "backup", "late", "mode", "staleness", "damping"),
+    *("backlog", "state_timeout", "state_rate", "round_timeout", "credit", "state_dir", "allow_shards", "nonfinite"),
+    *("mean", "group", "plane"),
 )
 """Options that a data shard does not take."""
 _OF_LEDGERS: Final[dict[str, Any]] = {
@@ -69,6 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     _add_nonfinite(parser)
+    parser.add_argument(
+        "--mean",
+        type=mean,
+        metavar="RULE",
+        help="rule by which gradients are averaged. plain (default): the weighted mean. Robust rules withstand wrong "
+        "gradients of a few workers. median: the middle value of each element. trimmed:B: the mean without the share "
+        "B of the smallest values, and of the largest. clipped:C: the mean with norms of at most C times the median "
+        "norm. krum:F: multi-Krum, for F faulty workers. Such groups do not use the direct and hierarchical planes",
+    )
     parser.add_argument(
         "--plane",
         choices=WISHES,
@@ -353,7 +349,7 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, Policy]:
 
 def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     """Collect the policies of the groups of --workers. The other options apply to all of them."""
-    from gradserver.engine.policy import in_mode, mode_of
+    from gradserver.engine.policy import Policy, in_mode, mode_of
 
     sizes = _sizes(arguments)
     most = max((size.maximum for size in sizes.values()), default=MAX_WORLD_SIZE)
@@ -370,7 +366,16 @@ def _worlds(arguments: argparse.Namespace) -> dict[str, Policy]:
     for option in ("gather", "rejoin_for", "backlog", "state_timeout", "state_rate"):
         if not sizes and getattr(arguments, option) is not None:
             raise InvalidArgumentError(f"{_flag(option)} needs the number of workers: give --workers")
-    return {name: _policy(arguments, size, lateness, mode) for name, size in sizes.items()}
+    worlds = {name: _policy(arguments, size, lateness, mode) for name, size in sizes.items()}
+    if arguments.mean is None or not arguments.mean.is_robust:
+        return worlds
+    if arguments.plane in AMONG_MEMBERS:
+        what = f"--plane {arguments.plane} is not possible with --mean {arguments.mean}"
+        raise InvalidArgumentError(f"{what}: libraries that reduce among workers only add up")
+    worlds = {name: dataclasses.replace(policy, mean=arguments.mean) for name, policy in worlds.items()}
+    for name, policy in worlds.items():
+        policy.check_mean(name)
+    return {OTHERS: Policy(mean=arguments.mean), **worlds}
 
 
 def _policy(arguments: argparse.Namespace, size: Policy, lateness: Lateness | None, mode: Mode) -> Policy:

@@ -164,6 +164,8 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["plan"]:
         buckets, size = counted(group["plan"]["buckets"], "bucket"), size_text(group["plan"]["bytes"])
         lines.append(f"  plan: {buckets}, {size} a round")
+    if group["mean"] != "plain":
+        lines.append(f"  mean: {group['mean']}")
     lines += [*_plane(group["plane"]), *_members(group)]
     for exchange in group.get("open", []):
         lines.append(

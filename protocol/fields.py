@@ -24,6 +24,7 @@ from gradserver.protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
+from gradserver.protocol.means import Mean, known_mean
 from gradserver.protocol.plan import Plan, decode_plan
 
 LAST_STREAM: Final = int(max(Stream))
@@ -83,3 +84,4 @@ Seed = Annotated[int, Field(integer(0, MAX_SEED))]
 Key = Annotated[ExchangeKey, Field(_key)]
 OptionalKey = Annotated[ExchangeKey | None, Field(optional(_key))]
 EncodedPlan = Annotated[Plan, Field(_plan, attrgetter("encoded"))]
+MeanRule = Annotated[Mean, Field(known_mean, str)]

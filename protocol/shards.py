@@ -8,7 +8,7 @@ operation, and for buckets the plan. Each shard has one run of consecutive slice
 - A small one goes whole to one shard. A collective or a transfer goes to the first one, where it is two hops. A bucket
   goes to one with little load. Larger buckets are cut so that the whole round comes out even.
 
-Results do not depend on it: contributions are combined element by element.
+Results do not depend on it: contributions are combined element by element, or in units that are not cut.
 """
 
 from __future__ import annotations
@@ -65,16 +65,18 @@ class Table:
     Args:
         world_size: number of participants.
         rates: of all shards, compared with one another; none at all stand for one shard.
+        unit: elements of a bucket that no cut may divide, if the group's mean is decided about so many together.
 
     Attributes:
         busy_shards: number of shards that have a part of each section of the plan, by the section's number.
     """
 
-    def __init__(self, world_size: int, rates: tuple[float, ...] = ()) -> None:
+    def __init__(self, world_size: int, rates: tuple[float, ...] = (), unit: int = 1) -> None:
         self.world_size = world_size
         self.rates = rates if len(rates) > 1 else ()
         self.shards = max(len(rates), 1)
         self.busy_shards: Mapping[int, int] = {}
+        self._unit = unit
         self._buckets: Sequence[Share] = ()
 
     def set_plan(self, plan: Plan) -> None:
@@ -87,12 +89,12 @@ class Table:
 
     def _shares(self, plan: Plan) -> Sequence[Share]:
         if not plan.sections:
-            return share_plan(plan, self.world_size, self.rates)
+            return share_plan(plan, self.world_size, self.rates, self._unit)
         nothing = whole(layout_of(VACANT.operation, self.world_size), 0, self.shards)
         buckets = [nothing] * len(plan.buckets)
         for section in plan.sections:
             buckets[section.first : section.first + section.size] = share_plan(
-                plan.alone(section), self.world_size, self.rates
+                plan.alone(section), self.world_size, self.rates, self._unit
             )
         return buckets
 
@@ -139,11 +141,11 @@ def whole(layout: Layout, shard: int, shards: int) -> Share:
     return Share(layout, (0,) * (shard + 1) + (layout.count,) * (shards - shard))
 
 
-def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...]) -> list[Share]:
+def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], unit: int = 1) -> list[Share]:
     """Return the share of each bucket of ``plan`` among shards of these ``rates``."""
     shares: list[Share] = []
     for split in SPLIT_BUCKET_BYTES:
-        shares = _share_plan(plan, world_size, rates, split)
+        shares = _share_plan(plan, world_size, rates, split, unit)
         if evenness(shares, rates) <= EVEN:
             break
     return shares
@@ -157,7 +159,7 @@ def evenness(shares: Sequence[Share], rates: tuple[float, ...]) -> float:
     return max(times) * sum(rates) / total if total else 1.0
 
 
-def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: int) -> list[Share]:
+def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: int, unit: int) -> list[Share]:
     """Return shares with buckets below ``split`` bytes whole at the least loaded shard, and the others cut to fit."""
     shares: dict[int, Share] = {}
     loads = [0] * len(rates)
@@ -176,7 +178,7 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
             continue
         numel, each = bucket.numel, sizes[part] / bucket.numel
         exact = [fraction * numel + late / each for fraction, late in zip(fractions, owed, strict=True)]
-        bounds = _round([place / numel for place in exact], numel, _alignment(bucket.operation))
+        bounds = _round([place / numel for place in exact], numel, max(_alignment(bucket.operation), unit))
         owed = [(place - bound) * each for place, bound in zip(exact, bounds, strict=True)]
         shares[part] = _cut_elements(bucket.operation, bounds)
     return [shares[part] for part in sizes]

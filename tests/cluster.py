@@ -23,9 +23,10 @@ import pytest
 
 import gradserver
 from gradserver.engine import Engine
-from gradserver.engine.policy import on_non_finite
+from gradserver.engine.policy import Policy, on_non_finite
 from gradserver.local import LocalCluster
-from gradserver.protocol.limits import CREDIT_BYTES
+from gradserver.protocol.limits import CREDIT_BYTES, OTHERS
+from gradserver.protocol.means import mean_of
 from gradserver.runtime import Runtime
 from gradserver.status import fetch
 from gradserver.transport.server import TcpServer
@@ -123,9 +124,11 @@ def coordinator(
     credit: int = CREDIT_BYTES,
     bind: str = "tcp://127.0.0.1:0",
     nonfinite: str = "halt",
+    mean: str = "plain",
 ) -> Iterator[TcpServer]:
     """Run a coordinator in a thread of the test, on a free port if ``bind`` names none."""
-    runtime = Runtime(Engine(worlds or {}, credit, nonfinite=on_non_finite(nonfinite)))
+    told: Mapping[str, int | Policy] = worlds or {OTHERS: Policy(mean=mean_of(mean))}
+    runtime = Runtime(Engine(told, credit, nonfinite=on_non_finite(nonfinite)))
     server = TcpServer(runtime, bind)
     task = Task(server.run)
     try:
@@ -164,6 +167,7 @@ def members(
     timeout: float = TIMEOUT,
     credit: int = CREDIT_BYTES,
     nonfinite: Any = "halt",
+    mean: str = "plain",
 ) -> Iterator[list[Worker]]:
     """Join a group over ``channel``, "memory", "shm" or "tcp", all of it in threads of this process.
 
@@ -171,20 +175,20 @@ def members(
     host has two of them.
     """
     if channel == "memory":
-        with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite) as cluster:
+        with LocalCluster(world_size, timeout=timeout, credit=credit, nonfinite=nonfinite, mean=mean) as cluster:
             yield cluster.workers
     elif channel == "hierarchical":
         from tests.hosts import hosted
 
         hosts = [f"host-{rank // 2}" for rank in range(world_size)]
         with (
-            coordinator(credit=credit, nonfinite=nonfinite) as server,
+            coordinator(credit=credit, nonfinite=nonfinite, mean=mean) as server,
             hosted(hosts, server.url, timeout=timeout) as workers,
         ):
             yield workers
     else:
         with (
-            coordinator(credit=credit, nonfinite=nonfinite) as server,
+            coordinator(credit=credit, nonfinite=nonfinite, mean=mean) as server,
             joined(
                 server.url,
                 world_size,
@@ -200,7 +204,7 @@ class Gather(Protocol):
     """The maker of a group over the channel that a test is run with: the fixture ``gather``."""
 
     def __call__(
-        self, world_size: int, *, timeout: float = ..., credit: int = ..., nonfinite: str = ...
+        self, world_size: int, *, timeout: float = ..., credit: int = ..., nonfinite: str = ..., mean: str = ...
     ) -> list[Worker]: ...
 
 

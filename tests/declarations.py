@@ -17,6 +17,7 @@ from gradserver.protocol.dtypes import BY_CODE
 from gradserver.protocol.errors import GradServerError, MalformedMessageError, NonFiniteError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import MAX_COUNTER, MAX_LIST, MAX_NUMEL, MAX_WORLD_SIZE
+from gradserver.protocol.means import Mean, mean_of
 from gradserver.protocol.message_family import message as message_family
 from gradserver.protocol.messages import Message, Place, Push, Result, Scope
 from gradserver.protocol.plan import Plan
@@ -90,6 +91,7 @@ _of_types: Final[dict[Any, Strategy]] = {
     Place: st.builds(Place, _counters, _counters),
     Scope: st.sampled_from(Scope),
     OnNonFinite: st.sampled_from(OnNonFinite),
+    Mean: st.sampled_from([mean_of(name) for name in ("plain", "median", "trimmed:0.25", "clipped:1.5", "krum:2")]),
     Lateness: st.sampled_from([Lateness(3), Lateness(percent=75.0, keeps=False), Lateness(backup=2, grace=0.0)]),
     Member: st.builds(Member, st.just(-1), st.text(max_size=20)),
     GradServerError: st.sampled_from(

@@ -172,6 +172,19 @@ def test_train_compares_planes_and_their_weights_with_torch_s() -> None:
     assert "distance" not in rows[3]
 
 
+def test_means_are_measured_beside_the_plain_one(tmp_path: Path) -> None:
+    picture = tmp_path / "means.png"
+    found = document("means", "--sizes", "400KB", "--mean", "median,krum:1", *QUICK, "--plot", str(picture))
+    rows = found["rows"]
+    assert [(row["variant"], row["wire"]) for row in rows] == [
+        (weights, rule) for weights in ("equal", "unequal") for rule in ("plain", "median", "krum:1")
+    ]
+    assert all(row["wrong"] == 0 for row in rows)
+    assert [row["peer"] for row in rows[:3]] == [None, "plain", "plain"]
+    assert "robust means took" in found["conclusion"]
+    assert picture.stat().st_size > 0
+
+
 def test_codecs_says_what_each_takes_loses_and_costs(tmp_path: Path) -> None:
     picture = tmp_path / "codecs.png"
     found = document("codecs", "--sizes", "400KB,2MB", "--rounds", "12", *QUICK, "--plot", str(picture))

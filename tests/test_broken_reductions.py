@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver import reducer
+from gradserver import mean, reducer
 from gradserver.engine.commands import Contribution, Reduce
 from gradserver.engine.events import Broken
 from gradserver.mean import Outcome
@@ -26,14 +26,14 @@ from tests.cluster import PATIENCE, Gather, coordinator, errors, joined, togethe
 @pytest.fixture(autouse=True)
 def no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reductions of bytes raise an exception, as those of a type that an old ml_dtypes does not know."""
-    types = reducer._types
+    types = mean.types_of
 
     def refused(dtype: DType, op: Op) -> Any:
         if dtype == UINT8:
             raise AttributeError("module 'ml_dtypes' has no attribute 'uint8'")
         return types(dtype, op)
 
-    monkeypatch.setattr(reducer, "_types", refused)
+    monkeypatch.setattr(reducer, "types_of", refused)
 
 
 def total(worker: Worker, dtype: type = np.float32) -> float:

@@ -126,10 +126,11 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
         check(line)
 
 
-def test_there_are_four_scripts_and_the_readme_has_the_beginning_of_one() -> None:
+def test_there_are_five_scripts_and_the_readme_has_the_beginning_of_one() -> None:
     shown = scripts()
     begun = shown.pop("README.md")
-    assert set(shown) == {"docs/one-process.md", "docs/jobs-and-data.md", "docs/modes.md", "docs/training.md"}
+    pages = "jobs-and-data", "modes", "one-process", "robust-means", "training"
+    assert set(shown) == {f"docs/{page}.md" for page in pages}
     assert shown["docs/training.md"].startswith(begun)
 
 
@@ -151,9 +152,10 @@ def test_scripts_train(name: str, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
-def test_the_script_of_modes_trains() -> None:
+@pytest.mark.parametrize("name", ["docs/modes.md", "docs/robust-means.md"])
+def test_scripts_of_local_clusters_train(name: str) -> None:
     """Run the blocks of the page, each with a cluster of its own."""
-    exec(compile(scripts()["docs/modes.md"], "docs/modes.md", "exec"), {})
+    exec(compile(scripts()[name], name, "exec"), {})
 
 
 def test_the_script_of_one_process_trains() -> None:

@@ -13,6 +13,7 @@ from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.means import PLAIN, Mean
 from gradserver.protocol.messages import Message
 
 make: Final = tuple.__new__
@@ -84,6 +85,7 @@ class Reduce(NamedTuple):
         world: the number of members that take part.
         places: for SCATTER and ALL_TO_ALL, the place of each target's owner among those that take part.
         spans: if that is decided for each slice: its first element and the one behind its last, from ``first`` on.
+        mean: the rule by which contributions to a mean are averaged.
     """
 
     group: str
@@ -103,6 +105,7 @@ class Reduce(NamedTuple):
     world: int = 0
     places: Sequence[int] = ()
     spans: Sequence[tuple[int, int]] = ()
+    mean: Mean = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from gradserver.engine.records import known_policy
 from gradserver.protocol.checks import integer
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
-from gradserver.protocol.fields import Count, EncodedPlan, Flag, Name, Rank, Ranks, Rates, Seconds, Tokens
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, MeanRule, Name, Rank, Ranks, Rates, Seconds, Tokens
 from gradserver.protocol.limits import BACKLOG_BYTES, MAX_COUNTER, MAX_SHARDS
+from gradserver.protocol.means import PLAIN
 
 
 class RemoteOrder(Declared):
@@ -43,6 +44,7 @@ class OpenGroup(RemoteOrder):
     its coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes
     of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
     membership changes. If control ``grants`` rounds, it says before each which members contribute.
+    Gradients are averaged by the rule ``mean``.
     """
 
     group: Name
@@ -61,6 +63,7 @@ class OpenGroup(RemoteOrder):
     nonfinite: Annotated[OnNonFinite, Field(known_policy)] = OnNonFinite.HALT
     steady: Flag = False
     grants: Flag = False
+    mean: MeanRule = PLAIN
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""

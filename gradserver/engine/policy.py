@@ -17,6 +17,7 @@ from gradserver.protocol.limits import (
     STATE_BYTES_A_SECOND,
     STATE_SECONDS,
 )
+from gradserver.protocol.means import PLAIN, Mean
 
 GATHER_SECONDS = 2.0
 """Time that an elastic group that could begin waits for more workers, by default."""
@@ -260,7 +261,8 @@ class Policy:
     With a minimum below the maximum the group is elastic: it continues when members leave or are lost.
 
     Attributes:
-        minimum: it begins when so many are there, and makes no further round with fewer.
+        minimum: it begins when so many are there, and makes no further round with fewer. 0 if the first worker is to
+            say how many (`sized`).
         maximum: it never has more.
         gather: seconds that it waits for more than the minimum before it begins.
         backlog: bytes of unasked results that one member may have unread.
@@ -275,9 +277,10 @@ class Policy:
         state_rate: bytes of it that must come in a second meanwhile.
         rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
             the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.
+        mean: rule by which gradients are averaged.
     """
 
-    minimum: int
+    minimum: int = 0
     maximum: int = MAX_WORLD_SIZE
     gather: float = GATHER_SECONDS
     backlog: int = BACKLOG_BYTES
@@ -289,9 +292,10 @@ class Policy:
     state_rate: float = STATE_BYTES_A_SECOND
     rejoin: float | None = None
     mode: Mode = SYNC
+    mean: Mean = PLAIN
 
     def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
+        if not 1 <= (self.minimum or 1) <= self.maximum <= MAX_WORLD_SIZE:
             raise InvalidWorldSizeError(
                 f"a group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
                 f"not {self.minimum} to {self.maximum}"
@@ -314,6 +318,17 @@ class Policy:
             named = f"group {group!r}: " if group else ""
             raise InvalidWorldSizeError(f"{named}a world size is 1 to {MAX_WORLD_SIZE}, not {size}")
         return cls(size, size)
+
+    def check_mean(self, group: str = "") -> None:
+        """Raise InvalidWorldSizeError if a round may have too few contributions for the mean."""
+        self.mean.check_size(self.minimum if self.lateness is None else self.lateness.needed(self.minimum), group)
+
+    def sized(self, world_size: int) -> Policy:
+        """Return the policy with exactly ``world_size`` members, if it says no size itself."""
+        if self.minimum:
+            return self
+        size = Policy.of(world_size)
+        return replace(self, minimum=size.minimum, maximum=size.maximum)
 
     @property
     def is_elastic(self) -> bool:

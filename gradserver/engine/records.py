@@ -27,7 +27,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.declared import nested, several
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
-from gradserver.protocol.fields import Count, EncodedPlan, Flag, Ranks
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, MeanRule, Ranks
 from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
@@ -43,6 +43,7 @@ from gradserver.protocol.limits import (
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
 )
+from gradserver.protocol.means import PLAIN, known_mean
 from gradserver.protocol.offers import OneOffer, PlaneName
 
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
@@ -386,10 +387,18 @@ class Reset(Kind):
 @kind(17)
 @dataclass(frozen=True, slots=True)
 class Handling(Kind):
-    """The policy of a group about gradients that are not finite. Without this record they halt it."""
+    """Policies of a group about gradients: those that are not finite, and the mean. Without it: halt, and plain."""
 
     group: Name
     nonfinite: Annotated[OnNonFinite, Field(known_policy)]
+    mean: MeanRule = PLAIN
+
+    @classmethod
+    def unpack(cls, values: list[Any]) -> Self:
+        """Make a record of what was read. Earlier versions wrote no mean."""
+        if not 2 <= len(values) <= 3:
+            raise MalformedMessageError(f"a Handling of {len(values)} fields")
+        return cls(_name(values[0]), known_policy(values[1]), known_mean((values[2:] or ["plain"])[0]))
 
 
 @kind(18)

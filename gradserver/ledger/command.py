@@ -19,6 +19,7 @@ from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, roun
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.limits import KIB, MIB
+from gradserver.protocol.means import Mean
 from gradserver.tables import counted
 
 
@@ -240,7 +241,7 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             if selection.has(record.record.round):
                 yield _round_line(record, start)
         elif selection.is_all:
-            line = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "secret"}
+            line = {one.name: _plain(getattr(record, one.name)) for one in fields(record) if one.name != "secret"}
             if isinstance(record, Plan):
                 line["plan"] = {
                     "hash": record.plan.hash,
@@ -252,6 +253,11 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             elif isinstance(record, Gap):
                 line["since"] = _wall(start, record.since)
             yield {"kind": type(record).__name__.lower(), "at": _wall(start, clock), **line}
+
+
+def _plain(value: Any) -> Any:
+    """Return a field as JSON has it; a mean is called by its name."""
+    return str(value) if isinstance(value, Mean) else value
 
 
 def _round_line(found: Round, start: Start | None) -> dict[str, Any]:

@@ -109,8 +109,10 @@ class Story:
                 self.plan = record
             case Durable():
                 self.durable = True
-            case Handling(_, nonfinite):
+            case Handling(_, nonfinite, mean):
                 self.handling = nonfinite
+                if mean.is_robust:
+                    self._note(clock, f"gradients are averaged by the mean {mean}")
             case Reset(_, number):
                 self._note(clock, f"before round {number}: residuals of lossy codecs were lost, and reset")
             case Halt(_, _, number, error, reason):

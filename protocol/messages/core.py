@@ -12,8 +12,21 @@ from gradserver.protocol.checks import Fact, facts, integer
 from gradserver.protocol.declared import BESIDE, Field
 from gradserver.protocol.errors import ERRORS, GradServerError
 from gradserver.protocol.exchange import ExchangeKey
-from gradserver.protocol.fields import AnyRank, Count, Flag, OptionalKey, Ranks, Rates, Seconds, Text, Texts, Token
+from gradserver.protocol.fields import (
+    AnyRank,
+    Count,
+    Flag,
+    MeanRule,
+    OptionalKey,
+    Ranks,
+    Rates,
+    Seconds,
+    Text,
+    Texts,
+    Token,
+)
 from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_STALENESS, MAX_TEXT, MAX_WORLD_SIZE
+from gradserver.protocol.means import PLAIN
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.offers import UNTOLD, Offer, OneOffer, PlaneName, unpack_offers
 from gradserver.protocol.planes import TCP
@@ -66,6 +79,7 @@ class Welcome(MessageKind):
             are waited for.
         timeout: seconds that an exchange waits for a member that is alive.
         nonfinite: the policy for gradients that are not finite: "halt", "leave-out", "skip" or "propagate".
+        mean: the rule by which gradients are averaged (`gradserver.protocol.means`).
         needs_all: true if the group ends when any member is lost.
         plane: the way of the gradients (`gradserver.protocol.offers`).
         plane_reason: why it is that one, as a part of a sentence.
@@ -95,6 +109,7 @@ class Welcome(MessageKind):
     late: Text = ""
     timeout: Seconds = 0.0
     nonfinite: Text = "halt"
+    mean: MeanRule = PLAIN
     needs_all: Flag = False
     plane: PlaneName = TCP
     plane_reason: Text = ""

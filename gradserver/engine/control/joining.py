@@ -42,21 +42,23 @@ def new_group(registry: Registry, join: Join) -> Group:
     """Return the group that ``join`` is the first to ask for.
 
     Raises:
-        InvalidWorldSizeError: its size is unknown, or another one than the coordinator was told.
+        InvalidWorldSizeError: its size is unknown, or another one than the coordinator was told, or too small for the
+            group's mean.
         LimitExceededError: there are too many groups.
     """
     told = registry.told(join.group)
-    if told is not None and not _suits(join, told):
+    if told.minimum and not _suits(join, told):
         raise InvalidWorldSizeError(
             f"{join.name!r} wants a world size of {join.world_size}, but the coordinator was started with {told} "
             f"for group {join.group!r}"
         )
-    if told is None and not join.world_size:
+    if not told.minimum and not join.world_size:
         raise InvalidWorldSizeError(
             f"the world size of group {join.group!r} is unknown: pass world_size= to connect, set WORLD_SIZE, or start "
             f"the coordinator with `gradserver serve --workers N`"
         )
-    policy = told or Policy.of(join.world_size, join.group)
+    policy = told.sized(join.world_size)
+    policy.check_mean(join.group)
     if sum(group.origin is None for group in registry.groups.values()) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
     account = registry.quotas.account(join.group)

@@ -55,8 +55,8 @@ def _policies(group: Group, effects: Effects) -> None:
     if mode.grants:
         bound = -1 if mode.staleness is None else mode.staleness
         _first(group, Moded(group.name, str(mode.name), bound, str(mode.damping)), effects)
-    if group.nonfinite is not OnNonFinite.HALT:
-        _first(group, Handling(group.name, group.nonfinite), effects)
+    if group.nonfinite is not OnNonFinite.HALT or group.policy.mean.is_robust:
+        _first(group, Handling(group.name, group.nonfinite, group.policy.mean), effects)
 
 
 def members(group: Group, reason: str, effects: Effects) -> None:

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from gradserver.protocol.errors import DisagreementError, JoinRefusedError
 from gradserver.protocol.limits import MAX_PLANE_REASON
+from gradserver.protocol.means import PLAIN, Mean
 from gradserver.protocol.offers import UNTOLD, Offer, backend_of, by_host
 from gradserver.protocol.planes import (
     AMONG_MEMBERS,
@@ -65,6 +66,7 @@ class Case(NamedTuple):
     """True if modules have a commit, or none is wrapped yet."""
     mode: str = "sync"
     """Mode of the group's rounds."""
+    mean: Mean = PLAIN
 
     @property
     def uses_nccl(self) -> bool:
@@ -174,6 +176,11 @@ _COMMON: Final = (
         "start the coordinator without --quorum and --backup",
     ),
     Obstacle(
+        lambda case: f"the mean is {case.mean}, which needs each contribution" if case.mean.is_robust else "",
+        "the group has a robust mean (`--mean`): libraries that reduce among workers only add up",
+        "start the coordinator without --mean",
+    ),
+    Obstacle(
         lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",
         "the group began with workers that could not go by it",
         "start the group anew, with these workers",
@@ -234,7 +241,7 @@ _CONNECTED: Final = (
 
 OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
     DIRECT: (
-        *_COMMON[:2],
+        *_COMMON[:3],
         Obstacle(
             lambda case: f"{case.workers[0].name!r} is alone" if len(case.workers) == 1 else "",
             "the group has one worker",
@@ -242,7 +249,7 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             binds=False,
             lasts=False,
         ),
-        *_COMMON[2:],
+        *_COMMON[3:],
         Obstacle(
             _first_without(lambda offer: not offer.devices, "has no CUDA device"),
             "a worker has no CUDA device",
@@ -340,6 +347,8 @@ def can_have_commits(case: Case, demanded: str) -> bool:
 
 def check(group: str, others: Case, new: Candidate, demanded: str) -> None:
     """Raise the error that keeps a worker out of a group with ``others``, as to its plane, if there is one.
+
+    ``facts`` are those of the group; the workers in them do not matter.
 
     Raises:
         DisagreementError: it demands another plane than others, or than the coordinator.

@@ -22,6 +22,7 @@ from gradserver.protocol.errors import (
     UnexpectedMessageError,
 )
 from gradserver.protocol.limits import MAX_FRAME_BYTES
+from gradserver.protocol.means import Rule
 from gradserver.protocol.messages import Failure, Propose, Scope
 from gradserver.protocol.plan import Plan, decode_plan
 from gradserver.protocol.plan_changes import extend, first_difference
@@ -89,8 +90,26 @@ def agree(group: Group, effects: Effects) -> None:
         fail_all(group, error, effects)
         effects.log(error.message, warning=True)
         return
+    if text := _unsuited(group, plan):
+        fail_all(group, InvalidArgumentError(text), effects)
+        return
     group.plans.await_shards(plan, group.shards.all)
     group.order(SetPlan(group.name, plan, group.rounds.number), effects)
+
+
+def _unsuited(group: Group, plan: Plan) -> str:
+    """Return what is wrong with a plan of which the group's mean would make zeros; empty if nothing is."""
+    mean = group.policy.mean
+    if mean.rule not in (Rule.MEDIAN, Rule.TRIMMED):
+        return ""
+    codec = next((one.operation.codec for one in plan.buckets if one.operation.codec.family == "topk"), None)
+    if codec is None:
+        return ""
+    return (
+        f"group {group.name!r} has the mean {mean}, and gradients travel as {codec.name}, of which each worker sends "
+        f"other elements: most values of an element would be zero, and so would the mean. Choose another wire, such as "
+        f"int8 or randomk, or the mean clipped:1 or krum:1"
+    )
 
 
 def _whole(group: Group, proposal: Proposal) -> Plan:

@@ -136,11 +136,11 @@ class Registry:
             raise UnexpectedMessageError(f"a Resume of epoch {epoch}, where {most} is the latest that can have begun")
         self._epochs = max(self._epochs, epoch)
 
-    def told(self, name: str) -> Policy | None:
-        """Give what the coordinator was told of a group; None if nothing."""
+    def told(self, name: str) -> Policy:
+        """Give what the coordinator was told of a group, which may say no size."""
         if name == PROBE_GROUP:
             return Policy.of(PROBE_WORLD)
-        return self.worlds.get(name) or self.worlds.get(OTHERS)
+        return self.worlds.get(name) or self.worlds.get(OTHERS) or Policy()
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,6 +164,7 @@ class Registry:
             durable=group.is_durable,
             nonfinite=group.nonfinite,
             steady=is_steady(group),
+            mean=policy.mean,
         )
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:

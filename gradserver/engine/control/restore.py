@@ -39,6 +39,7 @@ from gradserver.engine.records import (
 )
 from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
 from gradserver.protocol.limits import PROBE_GROUP, PROBE_SECONDS
+from gradserver.protocol.means import PLAIN
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.shards import Table
 
@@ -93,10 +94,12 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
     Nothing is told of a group if its workers give its size. Then it is that of its first membership.
     """
     founded = found.latest(Founded)
-    policy = told or (Policy.of(founded.world) if founded is not None else None)
+    policy = (told or Policy()).sized(founded.world) if founded is not None else None
     if policy is not None:
-        mode = _mode(found.latest(Moded))
-        policy = replace(policy, lateness=_lateness(found.latest(Stragglers), mode, policy), mode=mode)
+        mode, handling = _mode(found.latest(Moded)), found.latest(Handling)
+        mean = PLAIN if handling is None else handling.mean
+        lateness = _lateness(found.latest(Stragglers), mode, policy)
+        policy = replace(policy, lateness=lateness, mode=mode, mean=mean)
     if policy is None or not policy.needs_all:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
@@ -201,7 +204,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
         )
     group.members.restore(names, dict(latest.members), latest.epoch)
     group.planes.restore(found.offers, _choice(found, latest.epoch))
-    group.shards.restore(Table(len(latest.members), durable.rates), max(len(durable.rates) - 1, 0))
+    group.shards.restore(Table(len(latest.members), durable.rates, policy.mean.unit), max(len(durable.rates) - 1, 0))
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)

@@ -75,7 +75,7 @@ class Roster:
         if chosen and self._entropy is not None:
             stated = [self._rate, *(shard.rate for shard in chosen.values())]
             urls = [shard.url for shard in chosen.values()]
-            table = Table(len(group.members.by_id), comparable(stated))
+            table = Table(len(group.members.by_id), comparable(stated), group.policy.mean.unit)
             group.shards.set_up(table, tuple(chosen), urls)
             durable, entropy = group.is_durable, self._entropy
             member_ids = range(group.members.world)

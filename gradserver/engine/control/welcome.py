@@ -41,6 +41,7 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         late=group.late_are,
         timeout=group.round_timeout,
         nonfinite=str(group.nonfinite),
+        mean=group.policy.mean,
         needs_all=group.policy.needs_all,
         plane=choice.plane,
         plane_reason=choice.reason,

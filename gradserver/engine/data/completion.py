@@ -15,6 +15,7 @@ from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.reports import Behind, RoundCompleted
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, unasked_cost
+from gradserver.protocol.means import PLAIN
 from gradserver.protocol.messages import Result
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
@@ -57,17 +58,20 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     key = exchange.key
     digests, nonfinite, memory = None, PROPAGATE, None  # a collective carries any number, and has no next round
     spans: Sequence[tuple[int, int]] = ()
+    mean = PLAIN
     if key.stream == BUCKET:
         nonfinite = group.order.nonfinite
-        if nonfinite is not HALT and nonfinite is not PROPAGATE and operation.op is _MEAN:
-            spans = _spans(exchange, piece)
+        if operation.op is _MEAN:
+            mean = group.order.mean
+            if nonfinite is not HALT and nonfinite is not PROPAGATE:
+                spans = _spans(exchange, piece)
         if operation.is_lossy:
             memory = group.memory(key.part, piece.start)
         if group.rounds[key.number].hashed:
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(*where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans)
+    reduction = Reduce(*where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean)
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradserver.arguments import codec, number
+from gradserver.arguments import codec, mean, number
 from gradserver.protocol.planes import WISHES
 from gradserver.tools.bench import arguments as parse, modes
 
@@ -26,12 +26,15 @@ _SUITES = {
     "cluster": "one host for each worker with limited links, emulated on this machine; requires root",
     "latency": "small tensors, beside gloo and plain pyzmq",
     "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
+    "means": "processor time of each rule by which gradients are averaged (serve --mean); uses no network",
     "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
     "levels": "training steps of workers that share emulated hosts, by levels beside TCP; requires root",
     "modes": "the same training in every mode: loss, time, bytes, staleness, also on unequal workers or slow links",
     "large": "training steps of a GPT with 432 million parameters, over each channel or between devices",
 }
-_LAYOUTS = {"same-host": "same-host", "latency": "latency", "codecs": "codecs", "train": "step", "levels": "levels"}
+_LAYOUTS = {"train": "step", **{name: name for name in ("same-host", "latency", "codecs", "means", "levels")}}
+_ALONE = ("codecs", "means")
+"""Suites without processes, which do not need torch."""
 _MOST_WORKERS = 64
 _WORKERS = "numbers of processes"
 _SIZES = "sizes of the tensor in bytes, all fp32"
@@ -96,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--sizes", _sizes, "26MB", "SIZE,…", _SIZES)
     _option(one, "--rounds", _count, "50", "N", "number of rounds after which the sum of all means is compared")
 
+    one = added["means"]
+    rules = "median,trimmed:0.25,clipped:1,krum:1"
+    _option(one, "--mean", parse.listed(mean), rules, "RULE,…", "rules beside the plain mean, as in serve --mean")
+    _option(one, "--workers", parse.whole(3, 64), "8", "N", "number of contributions to a mean")
+    _option(one, "--sizes", _sizes, "26MB", "SIZE,…", _SIZES)
+
     one = added["train"]
     _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of workers")
     _add_links(one, None, None)
@@ -137,8 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("train", "levels"):
             _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
             one.set_defaults(sample_ms=0)
-        elif name == "codecs":
-            _option(one, "--repetitions", _count, "15", "N", "number of measurements of each codec")
+        elif name in _ALONE:
+            _option(one, "--repetitions", _count, "15", "N", f"number of measurements of each of the {name}")
             one.set_defaults(sample_ms=0)
         else:
             _option(one, "--repetitions", _count, "15", "N", "number of measurements of each contender")
@@ -218,7 +227,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
-    if name == "codecs":  # it does not need torch
+    if name == "means":
+        from gradserver.tools.bench.mean_suite import means
+
+        return means
+    if name == "codecs":
         from gradserver.tools.bench.codec_suite import codecs
 
         return codecs
@@ -236,7 +249,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
 
 def _why_not(arguments: argparse.Namespace) -> str | None:
     """Explain why the suite cannot run here, and what to do; None if it can."""
-    if arguments.suite != "codecs" and importlib.util.find_spec("torch") is None:
+    if arguments.suite not in _ALONE and importlib.util.find_spec("torch") is None:
         return "the comparison with gloo requires PyTorch: pip install 'gradserver[torch]'"
     if getattr(arguments, "plot", None) is not None and importlib.util.find_spec("matplotlib") is None:
         return "--plot requires matplotlib: pip install 'gradserver[demo]'"

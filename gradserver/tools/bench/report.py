@@ -16,7 +16,7 @@ class Row:
     """One line of a table: gradserver beside the peer and the limit that took turns with it.
 
     Attributes:
-        op: operation: ``all_reduce``, ``step``, ``overlap``, ``codec``.
+        op: operation: ``all_reduce``, ``step``, ``overlap``, ``codec``, ``mean``.
         variant: way in which the operation was done.
         wire: element type on the wire.
         workers: number of workers.
@@ -136,6 +136,9 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "peer": Column("gloo", unit, 7, lambda row: maybe(row.peer_seconds, shown)),
         "ratio": Column("gloo/ours", "", 9, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
         "beside": Column("tcp/this", "", 8, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
+        "plain": Column("of plain", "", 8, lambda row: maybe(row.ratio, lambda ratio: f"{1 / ratio:.1f}x")),
+        "weights": Column("weights", "", 8, lambda row: row.variant, left=True),
+        "mean": Column("mean", "", 14, lambda row: row.wire, left=True),
         "plane": Column("plane", "", 12, lambda row: row.variant, left=True),
         "limit": Column("limit", unit, 7, lambda row: maybe(row.limit_seconds, shown)),
         "share": Column("reached", "", 7, lambda row: maybe(row.share, lambda share: f"{share:.1%}")),
@@ -175,6 +178,7 @@ LAYOUTS = {
         milliseconds,
         ("size", "codec", "per element", "error", "errors", "encode", "decode", "combine", "copying", "wrong"),
     ),
+    "means": ("ms", milliseconds, ("size", "weights", "mean", "time", "spread", "algbw", "plain", "wrong")),
     "overlap": (
         "ms",
         milliseconds,
@@ -202,6 +206,10 @@ NOTES = {
         "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
         "GB/s: size / median time of one core; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
         "#wrong: elements that are missing in the payloads and in the residuals",
+    ),
+    "means": (
+        "time: processor time of one reduction, median and middle half; algbw: size / time, size: one contribution",
+        "of plain: time over that of the plain mean; #wrong: values beyond the smallest and largest that were given",
     ),
     "levels": (
         "time: median of one training step of the slowest rank; compute: the same step without any exchange",
@@ -252,9 +260,13 @@ def conclusion(rows: Sequence[Row]) -> str:
         span = _span(f"{min(ratios):.2f}", f"{max(ratios):.2f}")
         rows_compared = counted(len(ratios), "row")
         peer = "tcp" if ours[0].peer == "tcp" else "gloo"
-        said.append(
-            f"gradserver was faster than {peer} in {ahead} of {rows_compared} ({peer} took {span} times as long)"
-        )
+        if ours[0].op == "mean":
+            times = _span(f"{1 / max(ratios):.1f}", f"{1 / min(ratios):.1f}")
+            said.append(f"robust means took {times} times as long as the plain one")
+        else:
+            said.append(
+                f"gradserver was faster than {peer} in {ahead} of {rows_compared} ({peer} took {span} times as long)"
+            )
     # For a few bytes, a limit of bandwidth is out of reach.
     bound = [row for row in ours if row.limit not in BANDWIDTHS or row.nbytes >= LARGE_BYTES]
     for limit in dict.fromkeys(row.limit for row in bound if row.limit):
@@ -267,6 +279,8 @@ def conclusion(rows: Sequence[Row]) -> str:
     exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
     if any(row.op in ("step", "levels") for row in rows):
         exact = "replicas stayed bit-identical"
+    elif any(row.op == "mean" for row in rows):
+        exact = "every value was within those that were given"
     elif any(row.op == "codec" for row in rows):
         exact = "every element is in the payloads or in the residuals"
     return f"{'; '.join([*said, exact])}."

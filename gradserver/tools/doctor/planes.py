@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gradserver.engine.control.planes import Candidate, Case, choose
+from gradserver.protocol.means import mean_of
 from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.planes import DIRECT, GLOO, NCCL, SHM, TCP
 from gradserver.tools.doctor.report import Report, Section
@@ -23,8 +24,8 @@ def examine(report: Report, offer: Offer, status: dict[str, Any] | None, here: b
         shown = group["plane"]
         now = f"{shown['name']}, because {shown['reason']}" if shown["reason"] else shown["name"]
         workers = [*members, Candidate("this worker", own)]
-        case = Case(workers, shown["leaves_late"], shown["has_commits"], shown["mode"])
-        then = choose(case, shown["coordinator_demands"])
+        facts = shown["leaves_late"], shown["has_commits"], shown["mode"], mean_of(shown["mean"])
+        then = choose(Case(workers, *facts), shown["coordinator_demands"])
         value = {"now": shown["name"], "with_this_worker": then.plane, "reason": then.reason}
         section.add(f"group_{name}", value, f"{now}. With a worker of this machine: {then}")
 

@@ -98,7 +98,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.members = Members(self.policy.maximum)
-        self.shards = DataShards(Table(self.policy.maximum))
+        self.shards = DataShards(Table(self.policy.maximum, unit=self.policy.mean.unit))
 
     # ── its life ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,7 +203,7 @@ class Group:
         names = self.members.identities.names
         workers = self.planes.candidates({member_id: names[member_id] for member_id in member_ids})
         has_commits = self.plans.plan is None or self.has_commits
-        return Case(workers, self.leaves_late, has_commits, str(self.policy.mode.name))
+        return Case(workers, self.leaves_late, has_commits, str(self.policy.mode.name), self.policy.mean)
 
     @property
     def has_commits(self) -> bool:
@@ -374,6 +374,7 @@ class Group:
             "last_round": self.rounds.describe_last(),
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
+            "mean": str(self.policy.mean),
             "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},
         }
 

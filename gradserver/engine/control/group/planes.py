@@ -80,7 +80,12 @@ class Planes:
         plane, reason, demanded = self.choice
         offers = self.offers_of(present)
         shown = {"name": plane, "reason": reason, "demanded": demanded, "devices": summary(offers) if offers else ""}
-        facts = {"leaves_late": case.leaves_late, "has_commits": case.has_commits, "mode": case.mode}
+        facts = {
+            "leaves_late": case.leaves_late,
+            "has_commits": case.has_commits,
+            "mode": case.mode,
+            "mean": str(case.mean),
+        }
         return {**shown, "coordinator_demands": self.demanded, **facts}
 
     def describe_offer(self, member_id: int) -> dict[str, object]:
