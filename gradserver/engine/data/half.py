@@ -36,6 +36,7 @@ from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
 from gradserver.engine.data.exchange import Exchange, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
+from gradserver.engine.data.grants import leave_silent_out, silent_since
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.matching import admitted, checked
 from gradserver.engine.data.members import Members
@@ -163,6 +164,7 @@ class Data:
         group.disturb()
         self._attached.pop(group.members.connections[member_id], None)
         group.members.lose(member_id, error)
+        group.listeners.forget(member_id)
         for exchange in list(group.exchanges.values()):
             if member_id in exchange.participants:
                 if exchange.pushed.get(member_id, 0) < exchange.stop:
@@ -322,7 +324,10 @@ class Data:
                 if exchange.key.stream == BUCKET:
                     effects.report(Halted(group.order.group, error, True))
         look(group, now, effects)
+        leave_silent_out(group, now, effects)
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
+        since = silent_since(group)
+        waiting += [] if since is None else [since + timeout]
         look_at = next_look(group)
         group.plan_check(min([*waiting, *([] if look_at is None else [look_at])], default=None))
 

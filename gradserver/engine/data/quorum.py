@@ -158,6 +158,9 @@ def close(group: Group, order: CutRound, now: float, effects: Effects) -> None:
     if current is not None:
         current.close(now)
     group.stragglers.close_round(order.round, order.section)
+    if group.order.grants:
+        group.stragglers.begin(order.round, now)
+        group.check_by(now + group.order.round_timeout)
     for member_id in order.member_ids:
         if member_id in group.members.departed:
             continue

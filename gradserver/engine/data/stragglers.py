@@ -28,6 +28,18 @@ class Stragglers:
     latest: int = -1
     """The latest round that is complete here."""
 
+    begun: tuple[int, float] = (-1, 0.0)
+    """The round of which control said last which members contribute, and when it did."""
+
+    def begin(self, number: int, now: float) -> None:
+        """Note that control has said which members contribute to a round."""
+        self.begun = number, now
+
+    @property
+    def awaited(self) -> tuple[int, float] | None:
+        """The round of which control said which members contribute, and when it did; None if it is complete."""
+        return self.begun if self.begun[0] > self.latest else None
+
     def close(self, member_id: int, number: int) -> None:
         """Count nothing more that ``member_id`` gives to rounds up to ``number``."""
         self.closed[member_id] = max(number, self.closed.get(member_id, -1))
@@ -57,6 +69,7 @@ class Stragglers:
     def begin_again(self) -> None:
         """Forget which rounds were closed, as members are about to say in which round they are."""
         self.closed.clear()
+        self.begin(-1, 0.0)
 
     def hand_over(self, member_id: int) -> None:
         """Give ``member_id`` to a new member: nothing was closed without it."""
