@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -441,3 +442,23 @@ def test_the_groups_weights_can_be_evaluated_saved_and_loaded() -> None:
         assert all(torch.equal(one, other) for one, other in zip(buffers, kept, strict=True))
 
     on(2, work)
+
+
+def test_a_straggler_gives_its_changes_later_and_members_stay_alike() -> None:
+    late = threading.Event()
+
+    def work(worker: Worker) -> dict[str, Tensor]:
+        module, member = Transformer(), worker.rank
+        optimizer = sgd(module)
+        model = LocalSGD(module, worker, optimizer, every=2, fragments=2)
+        with model.join():
+            for step in range(12):
+                if member == 2 and step == 4:
+                    assert late.wait(20.0)  # until the others have done a round without it
+                step_of(model, optimizer, step, member)
+                if member == 0 and step == 6:
+                    late.set()
+        return {name: one.clone() for name, one in model.weights().items()}
+
+    found = clustered(3, work, quorum=2, grace=0.01)
+    assert all(same(found[0], other) for other in found)
