@@ -183,6 +183,8 @@ class Job:
     ) -> None:
         """Update the weights by the averaged gradients, and save if that is due. Call it after each exchange.
 
+        In modes "bounded" and "async" it updates once for each of `DistributedDataParallel.updates`.
+
         First ``before()`` is called, for example clipping. Then the optimizer and the scheduler step. Then ``after()``
         is called, for example a moving average. Then the gradients are cleared.
 
@@ -206,6 +208,9 @@ class Job:
             return
         if not self._several and not self._parts[0].synchronous.exchanged:
             return  # its cadence, or `no_sync`, has accumulated the gradients
+        if self._worker.mode != "sync":
+            self._apply_updates(before, after)
+            return
         updated, before_it = chosen(self._parts, models), self.round
         dropped = together(self._parts, updated) if self._dropped is None else self._dropped
         if self._several:
@@ -214,7 +219,8 @@ class Job:
                 self._worker._session.steps(bits(self._parts, updated), bits(self._parts, dropped))
             self._dropped = None
         saves_later = self._several and self._position is not None
-        stopping = None if saves_later else self._saving.ask()
+        if not saves_later:
+            self._saving.ask()
         models_updated = [part.synchronous for part in updated]
         if any(one.has_update for one in models_updated) and not any(one.skipped for one in models_updated):
             self._update(updated, before, after)
@@ -223,17 +229,29 @@ class Job:
             part.dropped = part in dropped
         if not self._several:
             self._catch_up(before, after)
+        self._end_step(before_it, saves_later)
+
+    def _end_step(self, before: int, saves_later: bool = False) -> None:
+        if self._position is not None and not self._parts[0].waits:
+            self._position.count()
         self._worker.boundary()
         self._newcomers.check(self._state.replicated, self.round)
-        if stopping is not None:
-            self._saving.save_or_leave(stopping, before_it)
+        if not saves_later:
+            self._saving.save_or_leave(before)
+
+    def _apply_updates(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
+        """Update the weights by all rounds that the last backward leads to, where rounds do not wait for all."""
+        for _ in self._parts[0].synchronous.updates():
+            number = self.round
+            self._saving.ask()
+            self._apply(before, after)
+            self._end_step(number)
 
     def _save_if_due(self) -> None:
         """Save at the top of the loop of several models. In between some are updated and others not."""
         before, self._looked_at = self._looked_at, self.round
-        stopping = self._saving.ask()
-        if stopping is not None:
-            self._saving.save_or_leave(stopping, before)
+        self._saving.ask()
+        self._saving.save_or_leave(before)
 
     def _update(
         self, updated: Sequence[Trained], before: Callable[[], object] | None, after: Callable[[], object] | None
@@ -243,19 +261,23 @@ class Job:
         for part in updated:
             part.update()
         self._state.count_round()
+        if self._worker.observes:
+            self.entered = self.round
         if after is not None:
             after()
 
     def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         """Repeat what the others have done since this worker got its state."""
         while self._worker.has_next:
-            (part,) = self._parts
-            if part.synchronous.replay():
-                if not part.synchronous.skipped:
-                    self._update(self._parts, before, after)
-                part.clear()
-        if self._worker.observes:
-            self.entered = self.round
+            if self._parts[0].synchronous.replay():
+                self._apply(before, after)
+
+    def _apply(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
+        """Update the only model by the gradients of a round."""
+        (part,) = self._parts
+        if not part.synchronous.skipped:
+            self._update(self._parts, before, after)
+        part.clear()
 
     def batches(
         self,

@@ -72,12 +72,12 @@ class LocalSteps:
         self._newcomers.check(self._state.replicated, self._state.round)
         if self._saves or not self._model.is_whole:
             return
-        stopping = self._saving.ask()
-        if stopping is None:
+        self._saving.ask()
+        if not self._saving.takes_part:
             return
         self._saves = True  # a save exchanges what is left, and comes here again
         try:
-            self._saving.save_or_leave(stopping, self._looked_at)
+            self._saving.save_or_leave(self._looked_at)
         finally:
             self._saves = False
         self._looked_at = self._state.round

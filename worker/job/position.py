@@ -36,6 +36,8 @@ class Position:
         """True if a loop goes over the data now."""
         self._used: int | None = None
         """Samples used of this worker's shard; None between epochs."""
+        self._counted: int | None = None
+        """As many of them as were behind the weights after the last step."""
         self._counts: list[int] = []
         """The same of each rank of the sampler, as last heard."""
         self._resumed = False
@@ -51,21 +53,30 @@ class Position:
             if self._place is not None:
                 self.sampler.rank, self.sampler.world_size = self._place()
             self.sampler.set_epoch(self.sampler.epoch + 1)
-            self._used, self._counts = None, []
+            self._used, self._counted, self._counts = None, None, []
 
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of ``loader`` in the present epoch."""
         size = self._batch_size(loader)
         begun, total = self.sampler.start, self.sampler.start + len(self.sampler)
-        self._used = begun
+        self._used = self._counted = begun
         for batch in self._iterate(loader):
             self._used = min(self._used + size, total)
             yield batch
-        self._used = total
+        self._used = self._counted = total
 
-    def own(self) -> Tree:
-        """Return this worker's part of the position, for the others."""
-        return {"rank": self.sampler.rank, "of": self.sampler.world_size, "used": self._used}
+    def count(self) -> None:
+        """Note that all samples that were used are behind the weights now."""
+        self._counted = self._used
+
+    def own(self, waits: bool = False) -> Tree:
+        """Return this worker's part of the position, for the others.
+
+        It is that of the last step if this worker ``waits``: what it has used since then is behind gradients that wait
+        for their round.
+        """
+        used = self._counted if waits else self._used
+        return {"rank": self.sampler.rank, "of": self.sampler.world_size, "used": used}
 
     def for_who_joins(self) -> Tree:
         """Return this worker's position, for a learner."""
@@ -86,6 +97,7 @@ class Position:
         self.sampler.set_epoch(there["epoch"])
         self.sampler.set_epoch(there["epoch"], start=min(there["start"], len(self.sampler)))
         self._resumed, self._used = there["begun"], self.sampler.start if there["begun"] else None
+        self.count()
 
     def of_all(self, told: Sequence[Tree]) -> Tree:
         """Return the position for a checkpoint, from the parts of all workers."""
@@ -104,6 +116,7 @@ class Position:
         self.sampler.set_epoch(saved["epoch"], done=saved["done"])
         self._resumed = saved["begun"]
         self._used = self.sampler.start if saved["begun"] else None
+        self.count()
         same_workers = len(saved["done"]) > len(self.sampler.done)
         self._counts = list(saved["done"][-1]) if same_workers else []
 
@@ -154,7 +167,10 @@ class RangesPosition:
         """Yield the batches of ``loader`` that this worker gets."""
         return self.data.batches(loader)
 
-    def own(self) -> Tree:
+    def count(self) -> None:
+        """Do nothing: a contribution says what is behind it."""
+
+    def own(self, waits: bool = False) -> Tree:  # noqa: ARG002  # as that of a sampler
         """Return this worker's part of the position: nothing."""
         return None
 
@@ -209,7 +225,10 @@ class StepsPosition:
             )
         yield from loader
 
-    def own(self) -> Tree:
+    def count(self) -> None:
+        """Do nothing: the sampler counts rounds."""
+
+    def own(self, waits: bool = False) -> Tree:  # noqa: ARG002  # as that of a sampler
         """Return this worker's part of the position: it is the same for all."""
         return None
 
@@ -279,3 +298,16 @@ def position_of(
     own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
     changes = own and not worker._session.membership.needs_all
     return Position(data, (lambda: (worker.rank, worker.world_size)) if changes else None)
+
+
+def check_arguments(data: object, checkpoint: object, every: object) -> None:
+    """Check arguments of `gradserver.Job`, which an error names."""
+    if data is not None and not isinstance(data, ShardSampler | DataRanges):
+        raise InvalidArgumentError(
+            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: an "
+            f"object with a state_dict can go into state="
+        )
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")
+    if every is not None and checkpoint is None:
+        raise UsageError("every= says when to save, and not where: Job(…, checkpoint=DIRECTORY)")

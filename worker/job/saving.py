@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,8 +21,21 @@ from gradserver.worker.tree import Tree, pack
 
 log = logging.getLogger("gradserver")
 
+_UPDATES_LATER: Final = 16
+"""Updates after which members heed that one was told to stop, where rounds do not wait for all.
+
+If they did so at once, each would wait for the slowest at every update.
+"""
 _LOOK_SECONDS: Final = 1.0
 """Seconds between two messages to waiting members that a checkpoint is still being written."""
+
+
+class _Asked(NamedTuple):
+    """A comparison that is under way: which members, by rank, were told to stop."""
+
+    names: Sequence[str]
+    rank: int
+    stopping: Handle
 
 
 class Saving:
@@ -31,6 +46,9 @@ class Saving:
         state: what is saved.
         directory: where; None if the job has no directory.
         every: number of rounds between two saves; None for none.
+
+    Attributes:
+        takes_part: whether this worker takes part in what members do at the present boundary, as last asked.
     """
 
     def __init__(self, worker: Worker, state: JobState, directory: Directory | None, every: int | None) -> None:
@@ -40,6 +58,11 @@ class Saving:
         self._every = every
         self._writing: Writing | None = None
         self._told_to_stop = False
+        self.takes_part = False
+        self._asked: deque[_Asked] = deque()
+        """Comparisons of the last updates that were not heeded yet."""
+        self._later = 0 if worker.mode == "sync" else _UPDATES_LATER
+        worker.on_membership(lambda _: self._asked.clear())  # it changes between the same two updates at all members
 
     def stop(self) -> None:
         """Save when this round is over, and leave. It returns at once."""
@@ -47,20 +70,26 @@ class Saving:
             raise UsageError("this job has no directory to save in: Job(…, checkpoint=DIRECTORY)")
         self._told_to_stop = True
 
-    def ask(self) -> Handle | None:
+    def ask(self) -> None:
         """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
-        if self._directory is None or self._worker.observes:
-            return None
+        self.takes_part = self._directory is not None and not self._worker.observes
+        if not self.takes_part:
+            return
         stopping = np.zeros(self._worker.world_size, np.uint8)
         stopping[self._worker.rank] = self._told_to_stop
-        return self._worker.all_reduce(stopping, op="max", async_op=True)
+        handle = self._worker.all_reduce(stopping, op="max", async_op=True)
+        self._asked.append(_Asked(self._worker.names, self._worker.rank, handle))
 
-    def save_or_leave(self, stopping: Handle, before: int) -> None:
-        """Save if workers were told to stop, or if a save is due since round ``before``. ``stopping`` is of `ask`."""
-        leaving = np.flatnonzero(stopping.wait()).tolist()
-        if leaving:
-            self._save_and_leave(leaving)
-        elif self._every is not None and self._state.round // self._every > before // self._every:
+    def save_or_leave(self, before: int) -> None:
+        """Save if workers were told to stop, or if a save is due since round ``before``."""
+        if len(self._asked) > self._later:
+            asked = self._asked.popleft()
+            leaving = np.flatnonzero(asked.stopping.wait()).tolist()
+            if leaving:
+                self._save_and_leave([asked.names[rank] for rank in leaving], asked.rank in leaving, leaving[0])
+                return
+        is_due = self._every is not None and self._state.round // self._every > before // self._every
+        if is_due and self.takes_part:
             self._save_beside()
 
     def save(self, path: str | Path | None = None) -> None:
@@ -88,10 +117,12 @@ class Saving:
             return
         self._writing = Writing(partial(self._directory.write, self._state.round, pack(tree, copy=True)), warns=True)
 
-    def _save_and_leave(self, leaving: list[int]) -> None:
-        """Save for the workers that were told to stop. Return if this worker can go on without them."""
+    def _save_and_leave(self, names: Sequence[str], leaves: bool, rank: int) -> None:
+        """Save for the workers that were told to stop. Return if this worker can go on without them.
+
+        The lowest of them has ``rank``. This worker may be one that ``leaves``.
+        """
         assert self._directory is not None
-        leaves, names = self._worker.rank in leaving, [self._worker.names[rank] for rank in leaving]
         self.save()
         named = ", ".join(map(repr, names))
         saved = f"which is saved in {self._directory.path}"
@@ -102,7 +133,7 @@ class Saving:
             raise SystemExit(0)
         if self._worker._session.membership.needs_all:
             raise WorkerLeftError(
-                f"{said}. This group needs all of its workers: start again from there", worker=names[0], rank=leaving[0]
+                f"{said}. This group needs all of its workers: start again from there", worker=names[0], rank=rank
             )
         log.warning("%s; the others go on", said)
 

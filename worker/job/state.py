@@ -68,10 +68,11 @@ class JobState:
         """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
         for part in self._parts:
             part.settle()
+        waits = any(part.waits for part in self._parts)
         mine = {
             "weights": digest_of_all(self.replicated),
             "chance": chance(),
-            "position": None if self._position is None else self._position.own(),
+            "position": None if self._position is None else self._position.own(waits),
         }
         told = gather(self._worker, mine)
         check_weights(self._worker, [one["weights"] for one in told], self.round)

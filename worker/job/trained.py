@@ -57,6 +57,11 @@ class Trained:
         return self.model
 
     @property
+    def waits(self) -> bool:
+        """True if gradients of this worker wait for their round."""
+        return isinstance(self.model, DistributedDataParallel) and self.model.waits
+
+    @property
     def replicated(self) -> list[Tensor]:
         """The weights that all members have alike."""
         if isinstance(self.model, LocalSGD):

@@ -20,7 +20,7 @@ from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
 from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
-from gradserver.worker.torch_ddp.wrapping import checked_worker
+from gradserver.worker.torch_ddp.wrapping import check_mode, checked_worker
 from gradserver.worker.tree import Tree
 
 _CHUNK_BYTES: Final = 25 * MIB
@@ -104,6 +104,7 @@ class LocalSGD(nn.Module):
         super().__init__()
         self.module = module
         self.worker: Worker = checked_worker(module, worker, None, None, None)
+        check_mode(self.worker, "LocalSGD")
         self._schedule = Schedule(every, fragments, delay)
         self._fragments = make_fragments(module, fragments, average_buffers)
         named = _known(wire or {}, self._fragments)

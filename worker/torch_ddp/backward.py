@@ -8,6 +8,7 @@
     LOCAL      end of backward                         IDLE       gradients stay where they are
     EXCHANGE   last gradient of a bucket               EXCHANGE   the bucket is pushed
     EXCHANGE   end of backward                         IDLE       the others are pushed, all results awaited
+    EXCHANGE   …, and rounds do not wait for all       IDLE       the gradients wait for a round (`deferred`)
     EXCHANGE   the exchange raises                     BROKEN     the error goes to the caller of backward()
     LOCAL      backward fails                          IDLE
     EXCHANGE   backward fails, nothing was pushed      IDLE
@@ -23,8 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -32,15 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradserver.protocol.errors import GradServerError, OutOfStepError, UsageError
+from gradserver.protocol.errors import UsageError
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.breakage import Breakage
 from gradserver.worker.torch_ddp.buckets import Slot
-from gradserver.worker.torch_ddp.graph import check_touched, graph_changed, warn_of_graph
+from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence
-
-_MAX_NAMED = 8
+from gradserver.worker.turns import Turn
 
 
 class State(Enum):
@@ -77,10 +77,8 @@ class Backward:
         self._worker = worker
         self._options = options
         self._state = State.IDLE
-        self._broken = ""
+        self._broken = Breakage()
         """The error that broke the exchange: its text is the BROKEN state."""
-        self._abandonable = False
-        """True if the backward broke it, and all exchanges are whole."""
         self._number = 0
         """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
@@ -88,9 +86,11 @@ class Backward:
         """Number of parameters that are still to come, for each bucket."""
         self._pending = 0
         """Number of backwards that accumulated gradients since the last exchange."""
-        self._learned = self._warned = False
+        self._due = False
+        """True if there are gradients of a round, and `has_next_update` has yet to say so."""
         self._versions: dict[str, int] | None = {}
         """Versions of the parameters when the first exchanging backward begins; None when it is over."""
+        self._graph = Graph(options, rounds.slots)
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
@@ -105,6 +105,11 @@ class Backward:
     def begun(self) -> bool:
         """True if the present backward has reached the module."""
         return self._state is not State.IDLE
+
+    @property
+    def _defers(self) -> bool:
+        """True if rounds do not wait for all members, so that gradients wait for their round."""
+        return self._worker.mode != "sync"
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,8 +147,8 @@ class Backward:
 
     def check(self) -> None:
         """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
-        if self._broken:
-            raise self._out_of_step()
+        self._broken.check()
+        self.rounds.deferred.check()
         self._check_frozen()
 
     @property
@@ -163,17 +168,17 @@ class Backward:
 
     def _begin(self) -> None:
         """Begin a backward at its first hook, or return at a later one."""
-        if self._broken:
-            raise self._out_of_step()
-        if self._state is not State.IDLE:
+        self._broken.check()
+        if self.begun:
             return
+        self.rounds.deferred.check()
         if self.exchanges and not self.training:  # the forward has not checked it
             self._check_frozen()
         pacing = self.rounds.pacing
         is_due = pacing is None or pacing.is_due(self._pending + 1, len(self._sequence.members))
         self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
         self.leads = self._sequence.may_push(self)
-        self.rounds.begin(self._pending + 1, foreseen=self._learned)
+        self.rounds.begin(self._pending + 1, foreseen=self._graph.learned)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ending(self))
 
@@ -198,9 +203,8 @@ class Backward:
         has_graph = torch.is_grad_enabled()
         with self._lock, torch.no_grad():
             self._begin()
-            if has_graph and not self._warned:
-                self._warned = True
-                warn_of_graph()
+            if has_graph:
+                self._graph.warn_of_graph()
             slot.fired += 1
             slot.touched = True
             as_view = self._options.gradient_as_bucket_view
@@ -208,7 +212,7 @@ class Backward:
                 if as_view:
                     slot.take(as_view)
                 return
-            with self._failing(in_backward=True):
+            with self._broken.by_errors(in_backward=True):
                 self.rounds.take(index, slot)
                 if not self._all_at_end:
                     self._count(index, slot)
@@ -216,18 +220,11 @@ class Backward:
     @property
     def _all_at_end(self) -> bool:
         """True if nothing is pushed before the end of backward."""
-        waits = self._options.delay_all_reduce or not self.leads
-        return waits or (self._options.static_graph and not self._learned)
+        waits = self._options.delay_all_reduce or not self.leads or self._defers
+        return waits or (self._options.static_graph and not self._graph.learned)
 
     def _count(self, index: int, slot: Slot) -> None:
-        if slot.fired > slot.expected and self._options.static_graph:
-            raise graph_changed(slot)
-        if slot.fired > slot.expected:
-            raise UsageError(
-                f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a "
-                f"re-entrant checkpoint holds a part that is used twice: pass static_graph=True (or "
-                f"delay_all_reduce=True), or checkpoint with use_reentrant=False"
-            )
+        self._graph.check_often(slot)
         if slot.fired == slot.expected:
             self._waiting[index] -= 1
             if not self._waiting[index]:
@@ -251,88 +248,132 @@ class Backward:
                 if fired and (pacing := self.rounds.pacing) is not None:
                     pacing.accumulated(self.rounds.weight, self.rounds.slots)
             elif fired and self.syncs:
-                with self._failing():
+                with self._broken.by_errors():
                     self.rounds.modes.check(Mode.EVAL)
         elif not fired:  # for example, torch.autograd.grad
             self._state = State.IDLE
         else:
-            with self._failing():
+            with self._broken.by_errors():
                 self._check_not_stepped()
-                self._check_graph()
-                self._finish()
+                self._graph.check()
+                if self._defers:
+                    self.rounds.deferred.request(self._pending + 1)
+                    self._state = State.IDLE
+                else:
+                    self._finish()
 
     def _finish(self) -> bool:
-        took_part = self.anybody = self.rounds.finish()
+        took_part = self._end_round()
         self.ended += not took_part
+        self._end_backwards()
+        return took_part
+
+    def _end_round(self) -> bool:
+        took_part = self.anybody = self._due = self.rounds.finish()
+        self.fresh = True
+        return took_part
+
+    def _end_backwards(self) -> None:
         self._pending = 0
         self.armed = False
-        self.fresh = True
         for slot in self.rounds.slots:
             slot.touched = False
         self._state = State.IDLE
-        return took_part
+
+    # ── rounds that do not wait for all ───────────────────────────────────────────────────────────────
+
+    def has_next_update(self) -> bool:
+        """Wait for the next update that the last backward leads to. Return false if there is none."""
+        while not self._due and self.rounds.deferred.has_gradients:
+            self._take_turn()
+        due, self._due = self._due, False
+        return due
+
+    def _take_turn(self) -> None:
+        """Take part in the next round, with the gradients that wait if it is theirs."""
+        with torch.no_grad(), self._broken.by_errors():
+            gives = self.rounds.deferred.has_gradients
+            turn = self.rounds.deferred.take_turn()
+            if turn is not Turn.DROP:
+                took_part = self._end_round()
+                self.ended += turn is Turn.PUSH and not took_part and not gives
+            if turn is not Turn.APPLY:
+                self._end_backwards()
+            if turn is Turn.DROP:
+                self._clear()
+
+    def _clear(self) -> None:
+        for slot in self.rounds.slots:
+            slot.parameter.grad = None
+
+    # ── rounds without a backward ─────────────────────────────────────────────────────────────────────
 
     def shadow(self) -> bool:
         """Take part in a round without a backward. Return whether any other worker had one.
 
         Gradients that were accumulated inside `no_sync` and not exchanged yet count in it.
         """
-        if self._broken:
-            raise self._out_of_step()
-        with torch.no_grad(), self._failing():
+        self._broken.check()
+        if self._defers:
+            return self._follow()
+        with torch.no_grad(), self._broken.by_errors():
             self._start(State.EXCHANGE)
             if self._pending:
-                self._check_all_touched()
+                self._graph.check_all_touched()
             else:
                 self.rounds.modes.pass_eval()
             self.rounds.begin(self._pending, leaves=not self._pending)
             anybody = self._finish()
         if not anybody:
-            for slot in self.rounds.slots:
-                slot.parameter.grad = None
+            self._clear()
         return anybody
+
+    def _follow(self) -> bool:
+        """Take part in the next round that has an update. Return false if no worker has data any more."""
+        before, deferred, self._due = self.ended, self.rounds.deferred, False
+        while not self._due and self.ended == before:
+            if not deferred.is_waiting:
+                self._start(State.EXCHANGE)
+                self._state = State.IDLE
+                if self._pending:
+                    self._graph.check_all_touched()
+                with self._broken.by_errors():
+                    deferred.request(self._pending)
+            self._take_turn()
+        if self.ended > before:
+            self._clear()
+        return self.ended == before
 
     def abandon(self) -> None:
         """Complete the open round without a backward, or without the rest of one that failed."""
-        if self._broken and not self._abandonable:
-            raise self._out_of_step()
-        if not self.exchanges:
+        self._broken.check(abandons=True)
+        if not self.exchanges or self._defers:  # there is no open round
+            self._broken.mend()
             self._state = State.IDLE
-            self.rounds.modes.check(Mode.EVAL)
+            if self._defers:
+                self._clear()
+            else:
+                self.rounds.modes.check(Mode.EVAL)
             return
-        with torch.no_grad(), self._failing():
-            begun, self._broken = self.rounds.begun, ""
+        with torch.no_grad(), self._broken.by_errors():
+            begun = self.rounds.begun
+            self._broken.mend()
             self._start(State.EXCHANGE)
             if not begun:
                 self.rounds.begin(0)
             self.rounds.abandon()
             self._finish()
 
-    @contextmanager
-    def _failing(self, in_backward: bool = False) -> Iterator[None]:
-        """Break the exchange by any error raised in here: for good, unless the computation ``in_backward`` failed."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"an exchange failed ({type(error).__name__}: {error})"
-            self._abandonable = in_backward and not isinstance(error, GradServerError)
-            raise
-
     def fail(self, number: int | None = None) -> None:
         """Handle the error that ended a backward: the present one, or that of this ``number``."""
         if number is not None and number != self._number:
             return
-        if self._state is State.EXCHANGE and self.rounds.begun and not self._broken:
-            left = ", ".join(self.rounds.unpushed[:_MAX_NAMED]) or "nothing"
-            self._broken = f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
-            self._abandonable = True
+        if self._state is State.EXCHANGE and self.rounds.begun and not self._broken.text:
+            left = ", ".join(self.rounds.unpushed[:MAX_NAMED]) or "nothing"
+            self._broken.fail(
+                f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
+            )
         self._state = State.IDLE
-
-    def _out_of_step(self) -> OutOfStepError:
-        remedy = "close the worker and start again"
-        if self._abandonable:
-            remedy = f"call model.abandon_round() to go on with the gradients of the others, or {remedy}"
-        return OutOfStepError(f"{self._broken}. This replica is out of step with the others: {remedy}")
 
     def _check_not_stepped(self) -> None:
         """Check, in the first backward: an optimizer in a hook would use a gradient that is this worker's alone."""
@@ -345,25 +386,6 @@ class Backward:
                         f"backward()"
                     )
         self._versions = None
-
-    # ── is the graph what it was said to be? ──────────────────────────────────────────────────────────
-
-    def _check_graph(self) -> None:
-        if not self._options.static_graph:
-            self._check_all_touched()
-        elif not self._learned:
-            for slot in self.rounds.slots:
-                slot.expected = slot.fired
-            self._learned = True
-        else:
-            changed = next((slot for slot in self.rounds.slots if slot.fired != slot.expected), None)
-            if changed is not None:
-                raise graph_changed(changed)
-
-    def _check_all_touched(self) -> None:
-        if self._options.tracks_used:
-            return
-        check_touched(self.rounds.slots)
 
 
 class _Ending:

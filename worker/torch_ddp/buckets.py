@@ -283,6 +283,15 @@ class BufferBucket(FlatBucket):
             # change before its backward.
             buffer.data.copy_(packed)
 
+    def values(self) -> list[Tensor]:
+        """Return copies of the buffers, as they are now."""
+        return [buffer.detach().clone() for _, buffer in self._pairs()]
+
+    def set_values(self, values: Sequence[Tensor]) -> None:
+        """Give the buffers these values."""
+        for (_, buffer), value in zip(self._pairs(), values, strict=True):
+            buffer.data.copy_(value)
+
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Read anew: modules assign to their buffers.
         places = torch.split(self.flat, list(self.spec.sizes))

@@ -19,6 +19,7 @@ from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
+from gradserver.worker.torch_ddp.grouping import described
 from gradserver.worker.torch_ddp.pacing import Balance, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.stepping import noting_steps
@@ -294,6 +295,28 @@ class DistributedDataParallel(nn.Module):
         """
         self._backward.abandon()
 
+    def updates(self) -> Iterator[None]:
+        """Yield for each update that the last backward leads to, with its averaged gradients in every ``.grad``.
+
+        For example:
+
+            loss(model(inputs), targets).backward()
+            for _ in model.updates():
+                optimizer.step()
+
+        In mode "sync" that is once, and the loop can as well step its optimizer without it. In modes "bounded" and
+        "async" (``serve --mode``) rounds do not wait for all workers. Then come all updates up to the one in which
+        this worker's gradients count, in the order that all workers have. There is none if the gradients are too old
+        (``serve --staleness``). `Job.step` does all this.
+        """
+        while self._backward.has_next_update():
+            yield
+
+    @property
+    def waits(self) -> bool:
+        """True if gradients of this worker wait for their round: `updates` has more to yield."""
+        return self._rounds.deferred.has_gradients
+
     def replay(self) -> bool:
         """Take the gradients of a round in which this worker has no part, as it has just joined. False without one.
 
@@ -315,6 +338,11 @@ class DistributedDataParallel(nn.Module):
     def has_update(self) -> bool:
         """True if there were gradients in the last exchange. It is false only for a worker that has just joined."""
         return self._backward.anybody
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights in the last exchange, the same at all workers: as a rule, its samples (`set_weight`)."""
+        return self._rounds.total_weight
 
     @property
     def skipped(self) -> bool:
@@ -350,13 +378,7 @@ class DistributedDataParallel(nn.Module):
 
     def describe(self) -> str:
         """Return a table of what is exchanged: for each bucket its key, element type, elements and MiB."""
-        rows = [("bucket", "type", "elements", "MiB")]
-        rows += [
-            (b.key, b.dtype.name, f"{b.numel:,}", f"{b.numel * b.dtype.itemsize / MIB:.2f}") for b in self.plan.buckets
-        ]
-        rows.append((f"{len(self.plan.buckets)} in all", "", "", f"{self.plan.nbytes / MIB:.2f}"))
-        key, kind, numel, size = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return "\n".join(f"{a:<{key}}  {b:<{kind}}  {c:>{numel}}  {d:>{size}}" for a, b, c, d in rows)
+        return described(self.plan)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────
 

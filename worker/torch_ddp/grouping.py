@@ -26,6 +26,7 @@ from torch import nn
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.plan import Plan
 from gradserver.worker.torch_ddp.wrapping import check_module, is_exchangeable
 
 _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
@@ -174,3 +175,12 @@ def _split(group: Group) -> list[Group]:
         key += f".device{devices.index(device)}" if device != devices[0] else ""
         groups.append(Group(key, tuple(members)))
     return groups
+
+
+def described(plan: Plan) -> str:
+    """Return a table of the buckets of a plan: for each its key, element type, elements and MiB."""
+    rows = [("bucket", "type", "elements", "MiB")]
+    rows += [(b.key, b.dtype.name, f"{b.numel:,}", f"{b.numel * b.dtype.itemsize / MIB:.2f}") for b in plan.buckets]
+    rows.append((f"{len(plan.buckets)} in all", "", "", f"{plan.nbytes / MIB:.2f}"))
+    key, kind, numel, size = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(f"{a:<{key}}  {b:<{kind}}  {c:>{numel}}  {d:>{size}}" for a, b, c, d in rows)

@@ -52,7 +52,7 @@ class Modes:
         membership = self._worker._session.membership
         if not self._compares or self._told is not None:
             return
-        if self._worker._session.stage is not Stage.MEMBER or membership.late:
+        if self._worker._session.stage is not Stage.MEMBER or membership.late or membership.mode != "sync":
             return
         modes = np.zeros(self._worker.world_size, np.uint8)
         modes[self._worker.rank] = mode

@@ -30,6 +30,7 @@ from gradserver.worker.pacing.shares import BalanceRule, CadenceRule, Rule
 from gradserver.worker.pacing.stopwatch import Stopwatch, stopwatch
 from gradserver.worker.pacing.table import Measured, Table, numel_of
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.wrapping import check_mode
 
 PACE_KEY: Final = "pace"
 _TELL_EVERY: Final = 32
@@ -165,6 +166,8 @@ def pacing_of(
 ) -> Pacing | None:
     """Return the pacing that was asked for; None for equal workers. See `pace_of` for its errors."""
     pace = pace_of(worker, cadence, balance)
+    if pace is not None:
+        check_mode(worker, "cadence= or balance=")
     return None if pace is None else Pacing(worker, pace)
 
 

@@ -26,6 +26,7 @@ from gradserver.worker.torch_ddp.buckets import (
     sender_spec,
     used_spec,
 )
+from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
@@ -69,11 +70,14 @@ class Rounds:
         agreement: what the replicas have agreed on.
         plan: what a round exchanges: gradients, the sender of buffers, buffers, and which parameters have a gradient.
         gradients: the buckets of gradients.
+        buffers: the buckets of buffers.
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
         pacing: measures this worker, if workers are unequal.
+        deferred: gradients that wait for their round, in a group where rounds do not wait for all.
         modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
+        total_weight: sum of the weights of the last round.
         skipped: true if the last round must not be applied, as gradients of a member were not finite.
         left_out: true if gradients of this worker in it were not finite, and did not count.
     """
@@ -90,12 +94,12 @@ class Rounds:
         self._options = options
         groups = group_parameters(module, blocks, bucket_cap_mb, options.ignored)
         self.gradients = [GradientBucket(group) for group in groups]
-        self._buffers = buffer_buckets(module, options.ignored) if options.broadcast_buffers else []
+        self.buffers = buffer_buckets(module, options.ignored) if options.broadcast_buffers else []
         self.slots = [slot for bucket in self.gradients for slot in bucket.slots]
-        buckets: list[FlatBucket] = [*self.gradients, *self._buffers]
+        buckets: list[FlatBucket] = [*self.gradients, *self.buffers]
         specs = [bucket.spec for bucket in self.gradients]
-        if self._buffers:
-            specs += [sender_spec(), *(bucket.spec for bucket in self._buffers)]
+        if self.buffers:
+            specs += [sender_spec(), *(bucket.spec for bucket in self.buffers)]
         if options.tracks_used:
             specs.append(used_spec(len(self.slots)))
         self.pacing = options.pacing
@@ -107,7 +111,8 @@ class Rounds:
         self.plan = self.agreement.plan
         self._plane = self._choose_plane(buckets)
         for bucket in buckets:
-            bucket.place(self._new_memory(bucket))
+            bucket.place(self.new_memory(bucket))
+        self.deferred = Deferred(worker, self, options.gradient_as_bucket_view, options.timeout)
         self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
@@ -122,6 +127,7 @@ class Rounds:
         self.weight = 1.0
         self.seconds = 0.0
         self.skipped = self.left_out = False
+        self.total_weight = 0.0
         self._unpushed: set[int] = set()
         self._round_weight: float | None = None
         self._leaves = self._abandoned = False
@@ -161,9 +167,10 @@ class Rounds:
         self._factor = None if is_divided else self._plane.factor(self._own_weight)
         if self._factor is not None:
             for bucket in self.gradients:
-                bucket.vacate(partial(self._new_memory, bucket))
+                bucket.vacate(partial(self.new_memory, bucket))
 
-    def _new_memory(self, bucket: FlatBucket) -> Tensor:
+    def new_memory(self, bucket: FlatBucket) -> Tensor:
+        """Return zeros for a bucket, where the plane reads and writes them without a copy if it can."""
         return self._plane.new_memory(bucket.spec.numel, bucket.dtype, bucket.device)
 
     def before_forward(self) -> None:
@@ -176,14 +183,14 @@ class Rounds:
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""
         if not self._adopted and not self._worker.joins:  # a learner gets them later
-            for bucket in self._buffers:
+            for bucket in self.buffers:
                 bucket.pack()
             self._adopted = True
 
     @property
     def buffer_names(self) -> frozenset[str]:
         """Names of the buffers that are exchanged."""
-        return frozenset(component.name for bucket in self._buffers for component in bucket.spec.components)
+        return frozenset(component.name for bucket in self.buffers for component in bucket.spec.components)
 
     @property
     def begun(self) -> bool:
@@ -212,7 +219,7 @@ class Rounds:
             present = weight > _NO_SAMPLES
             if factor is not None:
                 present = present and bucket.scale(factor)
-                kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self._new_memory, bucket))
+                kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self.new_memory, bucket))
             elif present:
                 present = self._take_all(bucket)
             self._plane.push(index, bucket.flat, weight, present, kept)
@@ -252,6 +259,7 @@ class Rounds:
             self.modes.heed()
             handles = self._plane.finish()
             self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
+            self.total_weight = handles[0].weight
             self._hand_out(handles)
         anybody = handles[0].weight > 0.0 or handles[0].not_finite is not None
         if self.pacing is not None:
@@ -265,7 +273,7 @@ class Rounds:
             self._round_weight = self._own_weight
             if not self._leaves:
                 self.modes.say(Mode.TRAINING)
-            if self._buffers:
+            if self.buffers:
                 membership = self._worker._session.membership
                 self._sender.fill_(self._worker._session.member_of(membership.rank))
                 self._plane.push(len(self.gradients), self._sender, self._round_weight)
@@ -284,7 +292,7 @@ class Rounds:
 
         The sender is known when all have begun their backward: as a rule, long before its end.
         """
-        if not self._buffers:
+        if not self.buffers:
             return
         weight, sends = self._open(), self._sends_buffers()
         membership = self._worker._session.membership
@@ -307,7 +315,7 @@ class Rounds:
         return handle.present and int(self._sender) == session.member_of(session.membership.rank)
 
     def _numbered_buffers(self) -> Iterator[tuple[int, BufferBucket]]:
-        return enumerate(self._buffers, start=len(self.gradients) + 1)
+        return enumerate(self.buffers, start=len(self.gradients) + 1)
 
     def _hand_out_buffers(self, handles: Mapping[int, Outcome]) -> None:
         """Give all members the buffers that were sent. The others get the values that they had after the last round."""

@@ -1,4 +1,4 @@
-"""Checks of what is wrapped: the module, its parameters, and arguments that torch's wrapper has."""
+"""Checks of what is wrapped: the module, its parameters, its outputs, and arguments that torch's wrapper has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, UsageError
 from gradserver.worker.client import Worker
 
 
@@ -97,6 +97,15 @@ def is_exchangeable(name: str, parameter: nn.Parameter) -> bool:
     if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
         raise DTypeError(f"parameter {name!r} is {parameter.dtype}, which has no mean")
     return parameter.numel() > 0
+
+
+def check_mode(worker: Worker, what: str) -> None:
+    """Raise UsageError if ``worker`` is in a group where rounds do not wait for all, and ``what`` needs that."""
+    if worker.mode != "sync":
+        raise UsageError(
+            f"{what} needs a group of mode 'sync', where each round has all workers; this group's is {worker.mode!r} "
+            f"(gradserver serve --mode)"
+        )
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

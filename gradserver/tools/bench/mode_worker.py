@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
@@ -57,41 +57,94 @@ class Outcome:
     most_stale: int = 0
 
 
+class Update:
+    """The update of a module: the learning rate, clipping, and the optimizer's step.
+
+    Attributes:
+        settings: the training.
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, settings: Settings, module: nn.Module) -> None:
+        self.settings = settings
+        self.optimizer: Optimizer = make_optimizer(module)
+        self._parameters = list(module.parameters())
+
+    def __call__(self, progress: float) -> None:
+        """Update, when a share ``progress`` of the training is done."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate_at(progress * self.settings.steps)
+        nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm)
+        self.optimizer.step()
+
+
 class Trained(NamedTuple):
     """A module as a mode trains it.
 
     Attributes:
         model: what the loop calls.
         block: makes the context of the loop, for workers with different numbers of batches.
+        updates: yields for each update that a backward leads to, with the share of the training that is done. It gets
+            the share of this worker's batches.
         staleness: returns mean and largest staleness of the contributions so far.
     """
 
     model: nn.Module
     block: Callable[[], AbstractContextManager[None]]
+    updates: Callable[[float], Iterable[float]] = lambda progress: (progress,)
     staleness: Callable[[], tuple[float, int]] = lambda: (0.0, 0)
 
 
-def wrap_alone(module: nn.Module, _worker: Worker, _optimizer: Optimizer, _options: dict[str, Any]) -> Trained:
+def wrap_alone(module: nn.Module, _worker: Worker, _update: Update, _options: dict[str, Any]) -> Trained:
     """Train without exchange: what a step costs by itself."""
     return Trained(module, nullcontext)
 
 
-def wrap_synchronous(module: nn.Module, worker: Worker, optimizer: Optimizer, options: dict[str, Any]) -> Trained:
+def wrap_synchronous(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
     """Exchange gradients in each step."""
     model = gradserver.DistributedDataParallel(module, worker, **options)
-    return Trained(model, lambda: model.join(optimizer))
+    return Trained(model, lambda: model.join(update.optimizer))
 
 
-def wrap_local(module: nn.Module, worker: Worker, optimizer: Optimizer, options: dict[str, Any]) -> Trained:
+def wrap_local(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
     """Exchange changes of parameters every few steps."""
-    model = gradserver.LocalSGD(module, worker, optimizer, **options)
+    model = gradserver.LocalSGD(module, worker, update.optimizer, **options)
     return Trained(model, model.join)
 
 
-KINDS: Final[dict[str, Callable[[nn.Module, Worker, Optimizer, dict[str, Any]], Trained]]] = {
+def wrap_unawaited(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
+    """Exchange gradients in rounds that do not wait for all workers.
+
+    Workers apply the same updates at different steps of their own. So the learning rate follows the samples that are
+    behind the updates, which are the same everywhere.
+    """
+    model = gradserver.DistributedDataParallel(module, worker, **options)
+    model.set_weight(len(update.settings.rows_of(worker.rank)))
+    total = update.settings.samples
+    late: list[int] = []
+    done = 0.0
+
+    def note() -> float:
+        nonlocal done
+        done += model.total_weight
+        return min((done - model.total_weight) / total, 1.0)
+
+    def updates(_progress: float) -> Iterator[float]:
+        for _ in model.updates():
+            yield note()
+        late.append(worker.staleness)
+
+    def staleness() -> tuple[float, int]:
+        return sum(late) / len(late), max(late)
+
+    return Trained(model, lambda: model.join(lambda: update(note())), updates, staleness)
+
+
+KINDS: Final[dict[str, Callable[[nn.Module, Worker, Update, dict[str, Any]], Trained]]] = {
     "alone": wrap_alone,
     "synchronous": wrap_synchronous,
     "local": wrap_local,
+    "unawaited": wrap_unawaited,
 }
 """The ways to train, by the kind of a mode."""
 
@@ -100,24 +153,25 @@ def train(settings: Settings, mode: Mode, scenario: Scenario, worker: Worker, ur
     """Train this worker's share of the samples."""
     rank = worker.rank
     corpus, module = Corpus.standard_library(settings.context, settings.seed), GPT(settings)
-    optimizer = make_optimizer(module)
-    trained = KINDS[mode.kind](module, worker, optimizer, mode.options_of(rank, scenario.slowness))
+    update = Update(settings, module)
+    trained = KINDS[mode.kind](module, worker, update, mode.options_of(rank, scenario.slowness))
     steps, rows = mode.steps_of(rank, settings.steps, scenario.slowness), settings.rows_of(rank)
     _warm_up(settings, corpus, rows)
     worker.barrier()
     before = _traffic(url, worker)
     worker.barrier()
     began = time.perf_counter()
+    cost = 0.0
     with trained.block():
         for step in range(steps):
             computed = time.thread_time()  # waiting does not count
-            for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step * settings.steps / steps)
-            optimizer.zero_grad()
-            mean_loss(trained.model, *corpus.batch(step, rows)).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
-            slow_down(time.thread_time() - computed, scenario.slowness[rank])
-            optimizer.step()
+            update.optimizer.zero_grad()
+            mean = mean_loss(trained.model, *corpus.batch(step, rows))
+            slow_down(cost, scenario.slowness[rank])  # before the gradients are there: no other waits for them then
+            mean.backward()  # type: ignore[no-untyped-call]
+            for progress in trained.updates(step / steps):
+                update(progress)
+            cost = time.thread_time() - computed
     seconds = time.perf_counter() - began
     worker.barrier()
     nbytes = _traffic(url, worker) - before
@@ -126,7 +180,7 @@ def train(settings: Settings, mode: Mode, scenario: Scenario, worker: Worker, ur
 
 
 def slow_down(computed: float, slowness: float) -> None:
-    """Wait as long as a worker that is ``slowness`` times slower would compute more."""
+    """Wait as long as a worker that is ``slowness`` times slower would compute more than a step before this one."""
     if slowness > 1:
         time.sleep(computed * (slowness - 1))
 
