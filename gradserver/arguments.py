@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_STALENESS, MAX_WORLD_SIZE, MIB
+from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -141,28 +141,3 @@ def codec(text: str) -> str:
     if named.nbytes(BLOCK) > 4 * BLOCK:
         raise argparse.ArgumentTypeError(f"{text} takes more bytes than fp32")
     return named.name
-
-
-def add_mode(parser: argparse._ArgumentGroup) -> None:
-    """Add the options that say what a round waits for."""
-    parser.add_argument(
-        "--mode",
-        choices=("sync", "bounded", "async"),
-        help="what a round waits for. sync (default): for a gradient of each worker. bounded: for half of the workers "
-        "(or --quorum), and for each worker with a gradient that would be more than --staleness updates late. async: "
-        "for one worker (or --quorum). Replicas with equally many updates stay equal in all modes",
-    )
-    parser.add_argument(
-        "--staleness",
-        type=number(int, 0, MAX_STALENESS, "a number of updates"),
-        metavar="S",
-        help="with --mode bounded or async: most updates between the weights that a gradient was computed with, and "
-        "the round that it counts in. An older gradient is refused, and its samples are handed out again "
-        "(no limit with async, unless it is given)",
-    )
-    parser.add_argument(
-        "--damping",
-        choices=("none", "inverse"),
-        help="with --mode bounded or async: factor of a gradient that is s updates late. inverse: 1 / (1 + s) "
-        "(default none)",
-    )

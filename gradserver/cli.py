@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | run | status | doctor | ledger | demo | bench | chaos``."""
+"""The command line: ``gradserver serve | config | run | status | doctor | ledger | demo | bench | chaos``."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     text = "run a coordinator"
     commands.add_parser("serve", help=text, description=serving.run.__doc__, fill=serving.add_arguments)
+    text = "show the settings that `gradserver serve` would run with, and where each comes from"
+    commands.add_parser("config", help=text, description=serving.show.__doc__, fill=serving.add_config_arguments)
     text = "start the workers of a training script, and a coordinator, on this machine or several"
     commands.add_parser("run", help=text, fill=_add_run)
     commands.add_parser(

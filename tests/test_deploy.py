@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from gradserver.configuration import settings_of
 from tests.commands import ROOT, lines_of, parse
 
 DEPLOY = ROOT / "deploy"
@@ -86,6 +87,11 @@ class Machine:
         )
 
 
+def bound(*arguments: str) -> str:
+    """Return the address that a command of a coordinator listens on."""
+    return str(settings_of(parse(*arguments)).find("bind").value)
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
@@ -119,7 +125,7 @@ def test_scripts_start_the_coordinator_by_options_that_exist(name: str) -> None:
     (command,) = re.findall(r"gradserver serve [^&;}\n]*", text)
     values = {"$port": "7411", "$workers": "4"}
     words = [re.sub(r"\$\w+", lambda found: values[found[0]], word) for word in shlex.split(command)]
-    assert parse(*words[1:]).bind.startswith("tcp://")
+    assert bound(*words[1:]).startswith("tcp://")
 
 
 def test_slurm_script_runs_a_coordinator_and_a_worker_for_each_task(machine: Machine) -> None:
@@ -199,7 +205,7 @@ def test_unit_starts_the_coordinator_by_options_that_exist() -> None:
     name, _, options = service["Environment"].strip('"').partition("=")
     program, *words = service["ExecStart"].replace(f"${name}", options).split()
     assert Path(program).name == "gradserver"
-    assert parse(*words).bind == "tcp://127.0.0.1:7411"
+    assert bound(*words) == "tcp://127.0.0.1:7411"
 
 
 def test_unit_has_no_rights() -> None:
@@ -230,10 +236,10 @@ def test_container_starts_the_coordinator_by_options_that_exist() -> None:
     (entry,), (options,), (health,) = map(dockerfile, ("ENTRYPOINT", "CMD", "HEALTHCHECK"))
     entry_words, option_words = json.loads(entry), json.loads(options)
     assert entry_words == ["gradserver"]
-    arguments = parse(*option_words)
+    address = bound(*option_words)
     health_words = json.loads(health.partition("CMD")[2])
-    assert parse(*health_words[1:]).url.rpartition(":")[2] == arguments.bind.rpartition(":")[2]
-    assert dockerfile("EXPOSE") == [arguments.bind.rpartition(":")[2]]
+    assert parse(*health_words[1:]).url.rpartition(":")[2] == address.rpartition(":")[2]
+    assert dockerfile("EXPOSE") == [address.rpartition(":")[2]]
 
 
 def test_container_has_a_supported_python_no_torch_and_no_root() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import gradserver
 from gradserver import cli
+from gradserver.configuration import Settings
 from gradserver.protocol import limits
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
@@ -38,7 +39,7 @@ from tests.commands import ROOT, check, lines_of, parse
 
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.glob("*.md")])
-LANGUAGES = {"sh", "python", "pycon", "text"}
+LANGUAGES = {"sh", "python", "pycon", "text", "toml"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,13 @@ def scripts() -> dict[str, str]:
 
 def test_every_block_says_what_it_is() -> None:
     assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_configuration_files_are_valid(tmp_path: Path) -> None:
+    path = tmp_path / "gradserver.toml"
+    for block in blocks("toml"):
+        path.write_text(block.text)
+        assert cli.main(["config", "--config", str(path)]) == 0, block
 
 
 def test_every_page_can_be_found_from_the_readme() -> None:
@@ -222,14 +230,14 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"(at least {limits.MIN_SLICE_COST // limits.KIB} KiB)" in architecture
     assert f"a frame above {limits.MAX_FRAME_BYTES // limits.MIB} MiB" in architecture
     assert f"open groups ({limits.MAX_GROUPS} at most;" in architecture
-    serve = parse("serve")
-    for option, default in (("--dead-after", serve.dead_after), ("--frozen-after", serve.frozen_after)):
+    dead_after, frozen_after = (Settings().find(key).value for key in ("dead-after", "frozen-after"))
+    for option, default in (("--dead-after", dead_after), ("--frozen-after", frozen_after)):
         assert f"| `{option} S` | {default:g} s |" in architecture
     assert f"closed after {liveness._SILENT:g}·S of silence" in architecture
     assert f"not open again {liveness._BACK:g}·S later" in architecture
     _, idle, interval, probes = binding._KEEPALIVE.values()
     assert f"host that is gone is closed after {idle + interval * probes} s, by the system" in architecture
-    noticed = ROLES[Enlist].first_beat + liveness._BACK * serve.frozen_after
+    noticed = ROLES[Enlist].first_beat + liveness._BACK * frozen_after
     assert f"in that very moment is noticed after {noticed:.0f} s" in architecture
     assert f"after {limits.COORDINATOR_SILENCE:g} s of silence" in architecture
     assert f"a receiver waits {GAP_SECONDS:g} s" in architecture

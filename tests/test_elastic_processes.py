@@ -89,7 +89,7 @@ def test_sizes_that_cannot_be_are_told_with_the_usage(
         (["--join", "tcp://127.0.0.1:1", "--gather", "1"], "--gather is an option of coordinators, not of data shards"),
         (["--join", "tcp://127.0.0.1:1", "--quorum", "1"], "--quorum is an option of coordinators, not of data shards"),
         (["--backlog", "8"], "--backlog needs the number of workers: give --workers"),
-        (["--quorum", "2"], "--quorum and --backup need the number of workers: give --workers"),
+        (["--quorum", "2"], "--quorum needs the number of workers: give --workers"),
         (["--workers", "2:4", "--grace", "1"], "grace and late need a quorum or backups"),
         (["--workers", "2:4", "--quorum", "2", "--backup", "1"], "quorum and backup exclude each other"),
         (["--group", "mine"], "--group needs the number of workers in the group: give --workers without a name"),

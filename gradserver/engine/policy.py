@@ -278,6 +278,9 @@ class Policy:
         rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
             the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.
         mean: rule by which gradients are averaged.
+        nonfinite: policy about gradients that are not finite; None for the coordinator's.
+        plane: the plane that the group is to go by; None for the coordinator's.
+        round_timeout: seconds that an exchange waits for a member that is alive; None for the coordinator's.
     """
 
     minimum: int = 0
@@ -293,9 +296,13 @@ class Policy:
     rejoin: float | None = None
     mode: Mode = SYNC
     mean: Mean = PLAIN
+    nonfinite: OnNonFinite | None = None
+    plane: str | None = None
+    round_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= (self.minimum or 1) <= self.maximum <= MAX_WORLD_SIZE:
+        is_open = self.minimum == 0 and self.maximum == MAX_WORLD_SIZE
+        if not is_open and not 1 <= self.minimum <= self.maximum <= MAX_WORLD_SIZE:
             raise InvalidWorldSizeError(
                 f"a group has MIN to MAX workers, 1 ≤ MIN ≤ MAX ≤ {MAX_WORLD_SIZE}, "
                 f"not {self.minimum} to {self.maximum}"

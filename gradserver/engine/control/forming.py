@@ -184,7 +184,8 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
     for place, one in chosen.items():
         group.planes.take(place, one.join.offer)
     if group.origin is None:
-        group.set_timeouts(max(applicant.join.timeout for applicant in applicants), registry.round_timeout)
+        waits = group.policy.round_timeout or registry.round_timeout
+        group.set_timeouts(max(applicant.join.timeout for applicant in applicants), waits)
     else:
         group.origin.begin(group.members.epoch)
         group.set_timeouts(group.origin.timeout, group.origin.round_timeout)

@@ -62,12 +62,14 @@ def new_group(registry: Registry, join: Join) -> Group:
     if sum(group.origin is None for group in registry.groups.values()) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
     account = registry.quotas.account(join.group)
-    plane, expires = (AUTO, registry.now + PROBE_SECONDS) if join.group == PROBE_GROUP else (registry.plane, None)
+    plane, expires = policy.plane or registry.plane, None
+    if join.group == PROBE_GROUP:
+        plane, expires = AUTO, registry.now + PROBE_SECONDS
     return Group(
         join.group,
         policy,
         account,
-        registry.nonfinite,
+        policy.nonfinite or registry.nonfinite,
         expires=expires,
         planes=Planes(plane, registry.hashes is Hashes.ALL),
     )

@@ -188,7 +188,12 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
     group = Group(
-        name, policy, account, nonfinite, expires=expires, planes=Planes(registry.plane, registry.hashes is Hashes.ALL)
+        name,
+        policy,
+        account,
+        nonfinite,
+        expires=expires,
+        planes=Planes(policy.plane or registry.plane, registry.hashes is Hashes.ALL),
     )
     if parent is not None and (made := found.latest(Subgroup)) is not None:
         called = tuple(names.get(place, "") for place in range(len(made.member_ids)))
@@ -208,7 +213,8 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
-    group.set_timeouts(founded.timeout, registry.round_timeout if parent is None else parent.round_timeout)
+    waits = policy.round_timeout or registry.round_timeout
+    group.set_timeouts(founded.timeout, waits if parent is None else parent.round_timeout)
     group.leases.restore(found.positions)
     _restore_rounds(group, found)
     _tell_again(group, found, epochs)
