@@ -108,6 +108,29 @@ def test_direct_rounds_give_all_members_the_bits_of_one_mean_as_the_coordinator_
     assert torch.allclose(floats(direct[0]), floats(reduced[0]), rtol=0, atol=1e-5)
 
 
+def skipped_by_place(worker: Worker) -> list[bool]:
+    """Train with one gradient that is infinite at rank 0, in another place each time. Return which rounds are skipped.
+
+    The last round has none.
+    """
+    layer, numel, skipped = nn.Linear(12, 1, bias=False), 12, []
+    model = DistributedDataParallel(layer, worker)
+    for place in range(numel + 1):
+        inputs = torch.ones(1, numel)
+        if worker.rank == 0 and place < numel:
+            inputs[0, place] = torch.inf
+        model(inputs).sum().backward()
+        skipped.append(worker.skipped)
+        layer.weight.grad = None
+    return skipped
+
+
+def test_all_members_know_what_one_finds_in_its_part_of_a_mean() -> None:
+    with members("direct", 3, nonfinite="skip") as workers:
+        assert together(workers, skipped_by_place) == [[True] * 12 + [False]] * 3
+        assert {Directs.of(worker).voids for worker in workers} == {0}
+
+
 def test_the_ledger_has_digests_of_direct_rounds_if_it_is_to_have_all(tmp_path: Path) -> None:
     def digests(name: str, hashes: str, backwards: int) -> list[tuple[int, ...]]:
         path = tmp_path / name

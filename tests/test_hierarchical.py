@@ -26,7 +26,7 @@ from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, VICTIM, WORLD, alone
 from tests.hosts import hosted
 from tests.replicas import distance
-from tests.test_direct import GOES_ON_WITHIN, PROGRAM, floats, train
+from tests.test_direct import GOES_ON_WITHIN, PROGRAM, floats, skipped_by_place, train
 
 WIDE = 256
 """Width of a layer with more than the 64 KiB from which on a wire format counts."""
@@ -274,6 +274,11 @@ def test_a_gradient_that_is_not_finite_ends_as_the_policy_says(policy: str) -> N
     weights, expected = (torch.frombuffer(bytearray(one[0][0]), dtype=torch.float32) for one in (leveled, reduced))
     assert torch.allclose(weights, expected, rtol=0, atol=1e-5, equal_nan=True)
     assert bool(expected.isnan().all()) == (policy == "propagate")
+
+
+def test_all_members_of_a_host_know_what_one_finds_in_its_part_of_a_mean() -> None:
+    with hosted("aab", nonfinite="skip") as workers:
+        assert together(workers, skipped_by_place) == [[True] * 12 + [False]] * 3
 
 
 @pytest.mark.long

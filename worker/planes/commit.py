@@ -25,6 +25,7 @@ from gradserver.protocol.exchange import Kind, Op
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.worker.devices.cuda import fetch, fetch_whole
+from gradserver.worker.planes.communicator import Communicator, Signal
 
 _DIGEST: Final = 4
 """Elements that have the digest."""
@@ -83,8 +84,27 @@ def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
     return bool(torch.count_nonzero(marks))
 
 
-def are_finite(means: Iterable[Tensor]) -> bool:
-    """Return whether all of ``means`` are finite. Each one is looked at before the next one is asked for."""
+def are_finite(means: Iterable[Tensor], on_host: Communicator | None, signal: Signal, timeout: float) -> bool:
+    """Return whether all of ``means`` are finite. Each one is looked at before the next one is asked for.
+
+    The members on one host have the same means, and share its memory and processors. So each looks at its part of the
+    means, and one number has what all have found. Members on several hosts look while later means are on their way: for
+    them a number would take longer.
+
+    Args:
+        means: results, which all members of ``on_host`` have.
+        on_host: communicator of the members that share the look; None if this member looks at all.
+        signal: interrupts the wait for them.
+        timeout: limit of that wait, in seconds.
+    """
+    if on_host is None:
+        return _are_finite(means)
+    found = torch.tensor([not _are_finite(map(on_host.part, means))], dtype=torch.int32)
+    on_host.all_reduce(found, Op.MAX, signal).wait(timeout)
+    return not found
+
+
+def _are_finite(means: Iterable[Tensor]) -> bool:
     suspects: list[Tensor] = []
     on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for mean in means:

@@ -167,18 +167,12 @@ class Reduction:
         self._event: Any = None
         self._is_done = False
         if queue is None:
-            work.get_future().add_done_callback(self._note_done)
             return
         queue.device.run(work.synchronize, queue.stream)
         self._event = queue.device.new_event()
         queue.stream.record_event(self._event)
         # The tensor may be freed before NCCL has ended, when a round is void.
         queue.device.keep(tensor, queue.stream)
-
-    def _note_done(self, _: object) -> None:
-        """Note that gloo is done. It says so before ``is_completed`` is true."""
-        self._is_done = True
-        self._signal.wake()
 
     def wait(self, timeout: float) -> None:
         """Wait until the result is in the tensor, for all streams of a device.
@@ -190,12 +184,25 @@ class Reduction:
         """
         if self._event is not None:
             self._wait_for_event(timeout)
-        elif not self._signal.wait_until(lambda: self._is_done, timeout):
-            raise TimeoutError(f"a reduction is not done after {timeout:g} s")
+        else:
+            self._wait_for_gloo(timeout)
         if self._is_done:
             self._work.wait()  # raises what made it fail
         elif self._signal.error is not None:
             raise self._signal.error.again()
+
+    def _wait_for_gloo(self, timeout: float) -> None:
+        """Wait until gloo is done. Its future says so before ``is_completed`` is true.
+
+        Most reductions are done when they are waited for. The others alone call back: Python in a thread of gloo would
+        take the interpreter's lock from the computation.
+        """
+        future = self._work.get_future()
+        if not future.done():
+            future.add_done_callback(lambda _: self._signal.wake())
+            if not self._signal.wait_until(future.done, timeout):
+                raise TimeoutError(f"a reduction is not done after {timeout:g} s")
+        self._is_done = future.done()
 
     def _wait_for_event(self, timeout: float) -> None:
         """Wait for the device. What interrupts the wait aborts NCCL, and so ends it."""
@@ -298,6 +305,11 @@ class Communicator:
         if kind == "cuda":
             for device in self._devices[kind]:
                 made.allreduce([torch.zeros(1, device=device)]).wait()
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this member's part of a one-dimensional tensor, which is shared out evenly."""
+        begin, end = (tensor.numel() * place // self._world for place in (self._rank, self._rank + 1))
+        return tensor[begin:end]
 
     def all_reduce(self, tensor: Tensor, op: Op, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by its combination over all members."""

@@ -80,7 +80,8 @@ class DirectPlane:
         self._worker, self._plan, self._commit, self._through = worker, plan, agreement, through
         self._timeout = timeout
         self._directs = Directs.of(worker)
-        self._directs.devices.update(devices)
+        self._directs.devices.update(devices := set(devices))
+        self._is_on_host = all(device.type == "cpu" for device in devices)
         self._ordered = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
         """Buckets that become ready in any order, and are reduced in this one."""
         self._scratch: dict[int, Tensor] = {}
@@ -324,11 +325,10 @@ class DirectPlane:
             self._way.divide(scratch, handle.weight, given.flat)
 
     def _await_all(self) -> bool:
-        """Wait for all reductions. Return false if a mean is not finite, in a group where that matters.
-
-        One bucket is looked at while later ones are on their way.
-        """
-        return are_finite(self._arriving())
+        """Wait for all reductions. Return false if a mean is not finite, in a group where that matters."""
+        shares = self._is_on_host and self._worker._session.membership.nonfinite != "propagate"
+        on_host = self._checked_way().on_host if shares else None
+        return are_finite(self._arriving(), on_host, self._checked(), self._limit)
 
     def _arriving(self) -> Iterator[Tensor]:
         """Wait for all reductions, and yield each mean that has to be finite."""

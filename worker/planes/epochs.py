@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradserver.protocol.messages import Welcome
+from gradserver.protocol.offers import by_host
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL, IN_PROCESS
 from gradserver.worker.client import Worker
@@ -82,7 +83,7 @@ class Directs:
             if isinstance(joint, Levels):
                 self.ways[number] = Hierarchical(joint, plan, world, timeout, signal)
             else:
-                self.ways[number] = Flat(joint, world)
+                self.ways[number] = Flat(joint, world, len(by_host(here.offers)))
         return self.ways[number]
 
     def _joined(self, signal: Signal) -> Communicator | Levels:

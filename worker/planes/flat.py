@@ -35,10 +35,12 @@ class Flat:
     Args:
         communicator: communicator of all members.
         world: number of members.
+        hosts: number of hosts that they are on.
     """
 
-    def __init__(self, communicator: Communicator, world: int) -> None:
+    def __init__(self, communicator: Communicator, world: int, hosts: int) -> None:
         self._communicator, self._world = communicator, world
+        self.on_host = communicator if hosts == 1 < world else None
         self._signal = Signal()
 
     def memory(self, index: int, like: Tensor) -> Tensor:  # noqa: ARG002  (Way's signature)
@@ -71,6 +73,8 @@ class Flat:
 
 class Alone:
     """The way of a worker without a coordinator, which is alone for good: what it combines is the combination."""
+
+    on_host: Communicator | None = None
 
     def memory(self, index: int, like: Tensor) -> Tensor:  # noqa: ARG002  (Way's signature)
         """Return memory for a result."""

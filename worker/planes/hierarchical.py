@@ -89,6 +89,7 @@ class Hierarchical:
 
     def __init__(self, levels: Levels, plan: Plan, world: int, timeout: float, signal: Signal) -> None:
         self._levels, self._world, self._timeout = levels, world, timeout
+        self.on_host = levels.inside
         means = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
         self._parts = {index: part for part, index in enumerate(means)}
         """Place of each mean among the means: the leaders' plan has no other bucket."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradserver.protocol.exchange import Op
 from gradserver.worker.member.waiter import NotFinite
-from gradserver.worker.planes.communicator import Signal
+from gradserver.worker.planes.communicator import Communicator, Signal
 
 
 class Outcome(Protocol):
@@ -96,7 +96,12 @@ class Way(Protocol):
 
     A *pass* reduces every mean of the plan once: `open`, `mean` for each, a wait for each, `close`. Each call may raise
     what a wait may raise.
+
+    Attributes:
+        on_host: communicator of this host's members, if all of them have the same results; None if there is none.
     """
+
+    on_host: Communicator | None
 
     def memory(self, index: int, like: Tensor) -> Tensor:
         """Return memory for the result of bucket ``index``."""
