@@ -22,16 +22,13 @@ backward goes on beside a reduction.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
@@ -41,6 +38,7 @@ from gradserver.protocol.exchange import Op
 from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.devices.device import Device, Stream
 from gradserver.worker.meeting import store_at
+from gradserver.worker.planes.background import in_background
 
 log = logging.getLogger("gradserver")
 
@@ -87,26 +85,6 @@ def _with_settings() -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-_ENDING_SECONDS: Final = 3.0
-"""Time that threads have to end when the process does."""
-_background: WeakSet[threading.Thread] = WeakSet()
-
-
-def in_background(target: Callable[..., object], name: str, *arguments: object) -> None:
-    """Call ``target`` in a thread of its own, in which torch may block."""
-    thread = threading.Thread(target=target, args=arguments, name=f"gradserver-{name}", daemon=True)
-    _background.add(thread)
-    thread.start()
-
-
-@atexit.register
-def _await_background() -> None:
-    """Let threads end before the interpreter does: it would end them inside torch, which aborts the process then."""
-    until = time.monotonic() + _ENDING_SECONDS
-    for thread in list(_background):
-        thread.join(max(until - time.monotonic(), 0.0))
 
 
 class Signal:

@@ -37,8 +37,9 @@ from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import ANSWER_TAG, Kind, Op, operation_of
 from gradserver.worker.collectives.call import Passing
 from gradserver.worker.handle import Handle
+from gradserver.worker.planes.background import in_background
 from gradserver.worker.planes.calls import Outcome, digest_of, renamed, stall_after
-from gradserver.worker.planes.communicator import Signal, in_background
+from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.lane import Lane
 from gradserver.worker.planes.pairs import Pair
 from gradserver.worker.planes.watch import watch_for_departures
