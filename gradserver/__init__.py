@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from gradserver.worker.handle import Handle as Handle
     from gradserver.worker.job.job import Job as Job
     from gradserver.worker.local_sgd.wrapper import LocalSGD as LocalSGD
+    from gradserver.worker.member.requests import Turn as Turn
     from gradserver.worker.offer import is_nccl_available as is_nccl_available
     from gradserver.worker.torch_ddp.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
@@ -101,6 +102,7 @@ _HOME = {
     "connect": "gradserver.alone",
     "Worker": "gradserver.worker.client",
     "Handle": "gradserver.worker.handle",
+    "Turn": "gradserver.worker.member.requests",
     "DistributedDataParallel": "gradserver.worker.torch_ddp.ddp",
     "DataParallel": "gradserver.worker.data_parallel.wrapper",
     "LocalSGD": "gradserver.worker.local_sgd.wrapper",
@@ -182,6 +184,7 @@ __all__ = [
     "StateError",
     "SyncBatchNorm",
     "ThroughputTracker",
+    "Turn",
     "UnexpectedMessageError",
     "UnsupportedOperationError",
     "UsageError",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.commands import Command, Record, Send
+from gradserver.engine.control.group.requests import Requests
 from gradserver.engine.data_records import Data
 from gradserver.engine.policy import Policy, in_mode, mode_of
 from gradserver.engine.records import Begun, Computed, Moded, Round
@@ -304,6 +305,19 @@ def test_members_and_the_ledger_are_told_of_the_mode() -> None:
     assert (welcome.mode, welcome.staleness, welcome.damping, welcome.late) == ("bounded", 3, "none", "drop")
     assert Moded("default", "bounded", 3, "none") in records(written)
     assert harness.group()["mode"] == "bounded, staleness 3 at most"
+
+
+def test_what_was_granted_of_a_void_round_waits_again() -> None:
+    requests = Requests()
+    for member_id in (0, 2):
+        requests.ask(member_id, RequestRound(3, 3))
+    requests.begin(4, (0, 2))
+    requests.recall(4)
+    assert (requests.begun, requests.cohort, requests.waiting) == (4, {0: 3, 2: 3}, {})
+    requests.ask(2, RequestRound(3, 4, pushes=True))
+    requests.recall(3)
+    assert (requests.begun, requests.cohort) == (3, {})
+    assert requests.waiting == {0: RequestRound(3, 4), 2: RequestRound(3, 4, pushes=True)}
 
 
 # ── laws ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -196,7 +196,7 @@ def _stories(written: Iterator[Written], selection: Selection) -> tuple[list[Sto
             story = living[group]
             story.take(record, clock)
             if isinstance(record, Round) and not selection.is_all and selection.has(record.record.round):
-                story.chosen.append(record)
+                story.choose(record)
     return stories, gaps
 
 

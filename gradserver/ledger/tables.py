@@ -13,6 +13,7 @@ from gradserver.engine.data_records import Data
 from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
+    Begun,
     Chosen,
     Closed,
     Cut,
@@ -21,6 +22,7 @@ from gradserver.engine.records import (
     Group,
     Halt,
     Handling,
+    Moded,
     Plan,
     Reset,
     Round,
@@ -93,6 +95,14 @@ class Story:
         """Rounds that were closed without some members."""
         self.missed: Counter[int] = Counter()
         self.handling = OnNonFinite.HALT
+        self.mode = ""
+        self.staleness: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        self.stale: dict[int, dict[int, int]] = {}
+        """Staleness of each contribution to the rounds that the user has asked for, by round and member id."""
+        self._latest: dict[int, int] = {}
+        """The same, of the last round."""
+        self._begun: dict[int, dict[int, int]] = {}
+        """Versions of contributions to rounds that have begun and are not complete."""
         self.bad: Counter[int] = Counter()
         """Number of rounds to which each member contributed NaN or Inf."""
 
@@ -125,6 +135,11 @@ class Story:
                     self._note(clock, plain(reason))
                 self.closed.setdefault(number, []).append(record)
                 self.missed.update(member_ids)
+            case Moded(_, mode, bound, damping):
+                self.mode = f"{mode}, staleness {bound} at most" if bound >= 0 else mode
+                self.mode += f", damping {damping}" if damping != "none" else ""
+            case Begun(_, _, number, cohort):
+                self._begun[number] = dict(cohort)
             case Round(_, _, found):
                 self._count(found)
             case Data(_, name, order):
@@ -151,6 +166,7 @@ class Story:
         self.recent.append(record)
         self.took.append(record.completed - record.opened)
         self.came_last[record.last] += 1
+        self._count_staleness(record)
         self.bad.update({member_id for member_id, _, _, _ in record.nonfinite})
         for member_id, weight in enumerate(record.weights):
             self.given[member_id] += weight > 0
@@ -158,6 +174,18 @@ class Story:
                 lag = Lag(record, member_id)
                 self.behind[member_id].append(lag.ended)
                 self.late[member_id, lag.why(record)] += 1
+
+    def _count_staleness(self, record: RoundRecord) -> None:
+        number = record.round
+        versions = self._begun.pop(number, {}).items()
+        self._latest = {member_id: number - version for member_id, version in versions if record.weights[member_id]}
+        for member_id, staleness in self._latest.items():
+            self.staleness[member_id].append(staleness)
+
+    def choose(self, record: Round) -> None:
+        """Note that the user has asked for this round, the last one."""
+        self.chosen.append(record)
+        self.stale[record.record.round] = self._latest
 
     def call(self, member_id: int) -> str:
         """Return the name of a member, cut to the width of a column."""
@@ -173,6 +201,8 @@ def was_there(record: RoundRecord, member_id: int) -> bool:
 def summary(story: Story) -> list[str]:
     """Show how often each member contributed and was waited for, the events, and the last rounds."""
     lines = [f"group {story.name!r}: {counted(story.world, 'worker')}, epoch {story.epoch}, since {story.since}"]
+    if story.mode:
+        lines.append(f"  mode: {plain(story.mode)}")
     if story.plan is not None:
         lines.append(f"  plan: {story.plan.plan.size}, {_wires(story.plan)}")
     lines += [f"  data {plain(name)!r}: {order}" for name, order in story.data.items()]
@@ -199,6 +229,10 @@ def summary(story: Story) -> list[str]:
         if story.missed:
             heads.append("too late")
             rows = [[*row, story.missed[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
+        if story.staleness:
+            heads.append("stale, most")
+            shown = [_staleness(story.staleness[member_id]) for member_id in sorted(story.names)]
+            rows = [[*row, stale] for row, stale in zip(rows, shown, strict=True)]
         if story.bad:
             heads.append("not finite")
             rows = [[*row, story.bad[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
@@ -209,6 +243,11 @@ def summary(story: Story) -> list[str]:
     if story.recent:
         lines += _rows(story, list(story.recent))
     return lines
+
+
+def _staleness(found: Sequence[int]) -> str:
+    """Show the mean and the largest of some stalenesses."""
+    return f"{sum(found) / len(found):.2g}, {max(found)}" if found else "-"
 
 
 def round_rows(story: Story, found: Sequence[Round]) -> list[str]:
@@ -263,10 +302,15 @@ def one_round(story: Story, found: Round) -> list[str]:
                 _seconds(first - record.opened),
                 _seconds(last - record.opened),
                 Lag(record, member_id).why(record) if record.arrivals else "",
+                story.stale.get(record.round, {}).get(member_id, "-"),
                 hexadecimal(record.inputs[member_id]) if record.inputs else "-",
             ]
         )
-    lines += table(["member", "worker", "weight", "share", "began", "ended", "", "digest of what counted"], rows)
+    heads = ["member", "worker", "weight", "share", "began", "ended", "", "stale", "digest of what counted"]
+    if not story.mode:
+        heads.remove("stale")
+        rows = [[*row[:-2], row[-1]] for row in rows]
+    lines += table(heads, rows)
     for closing in story.closed.get(record.round, []):
         lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
     lines += _not_finite(story, record)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gradserver.engine.journal_state import MAX_CUTS
 from gradserver.protocol.messages import RequestRound
 
 
@@ -39,7 +40,7 @@ class Requests:
     Attributes:
         waiting: those that have no answer, by member id.
         begun: the latest round that has begun; -1 before the first.
-        cohort: members that contribute to it, and the version of each contribution.
+        cohorts: members that contribute to the latest rounds, and the version of each contribution, by round.
         versions: version at which each member computes, or a lower one.
         since: time since which the next round could begin, but for members that have made no request.
         grace_ends: end of the grace of these; None if it has passed, or is not reached.
@@ -49,7 +50,7 @@ class Requests:
 
     waiting: dict[int, RequestRound] = field(default_factory=dict)
     begun: int = -1
-    cohort: dict[int, int] = field(default_factory=dict)
+    cohorts: dict[int, dict[int, int]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     since: float | None = None
     grace_ends: float | None = None
@@ -62,6 +63,11 @@ class Requests:
         self.versions[member_id] = max(message.version, self.versions.get(member_id, 0))
 
     @property
+    def cohort(self) -> dict[int, int]:
+        """Members that contribute to the latest round, and the version of each contribution."""
+        return self.cohorts.get(self.begun, {})
+
+    @property
     def following(self) -> set[int]:
         """Members without data."""
         return {member_id for member_id, one in self.waiting.items() if one.follows}
@@ -69,7 +75,11 @@ class Requests:
     def ready(self, number: int) -> dict[int, RequestRound]:
         """Return the requests of members with data that can contribute to round ``number``."""
         here = self.waiting.items()
-        return {member_id: one for member_id, one in here if not one.follows and one.first <= number}
+        return {
+            member_id: one
+            for member_id, one in here
+            if not one.follows and (one.first == number or (one.first < number and not one.pushes))
+        }
 
     def withdraw(self, member_id: int) -> None:
         """Forget the request of a member."""
@@ -78,8 +88,9 @@ class Requests:
     def depart(self, member_id: int) -> None:
         """Forget a member that is gone."""
         self.withdraw(member_id)
-        for known in (self.cohort, self.versions, self.staleness):
+        for known in (*self.cohorts.values(), self.versions):
             known.pop(member_id, None)
+        self.staleness.pop(member_id, None)
 
     def wait(self, since: float | None) -> None:
         """Note that the next round waits for members that have made no request; None if it does not any more."""
@@ -97,15 +108,17 @@ class Requests:
         """Let the round begin without the others."""
         self.grace_ends = None
 
-    def begin(self, number: int, cohort: Iterable[int]) -> None:
-        """Let a round begin with the contributions of ``cohort``."""
+    def begin(self, number: int, member_ids: Iterable[int]) -> None:
+        """Let a round begin with the contributions of some members."""
         self.begun = number
-        granted = {member_id: self.waiting.pop(member_id) for member_id in cohort}
-        self.cohort = {one: number if request.follows else request.version for one, request in granted.items()}
+        granted = {member_id: self.waiting.pop(member_id) for member_id in member_ids}
+        cohort = {one: number if request.follows else request.version for one, request in granted.items()}
+        self.cohorts[number] = cohort
+        self.cohorts.pop(number - MAX_CUTS, None)  # a recovery goes back no further
         for member_id, request in granted.items():
             if not request.follows:
                 self.staleness.setdefault(member_id, Staleness()).add(number - request.version)
-        self.versions.update(dict.fromkeys(self.cohort, number + 1))
+        self.versions.update(dict.fromkeys(cohort, number + 1))
         self._look_again()
 
     def refuse(self, number: int, member_id: int) -> None:
@@ -117,25 +130,25 @@ class Requests:
     def restart(self, number: int) -> None:
         """Go by a new plan from round ``number`` on: all members compute at that version first."""
         self.waiting.clear()
-        self.cohort.clear()
+        self.cohorts.clear()
         self.versions.clear()
         self.begun = number - 1
         self._look_again()
 
     def recall(self, number: int) -> None:
         """Note that rounds behind ``number`` have not begun after all: what was granted then waits again."""
-        if self.begun <= number:
-            return
-        for member_id, version in self.cohort.items():
-            self.waiting.setdefault(member_id, RequestRound(version, number))
-        self.begun, self.cohort = number, {}
-        self._look_again()
+        for later in sorted(one for one in self.cohorts if one > number):
+            for member_id, version in self.cohorts.pop(later).items():
+                self.waiting.setdefault(member_id, RequestRound(version, later))
+        if self.begun > number:
+            self.begun = number
+            self._look_again()
 
     def restore(self, begun: Mapping[int, Mapping[int, int]]) -> None:
         """Go on where an earlier coordinator was lost; ``begun`` has the latest rounds, with the cohort of each."""
         for number in sorted(begun):
-            self.begun, self.cohort = number, dict(begun[number])
-            self.versions.update(dict.fromkeys(self.cohort, number + 1))
+            self.begun, self.cohorts[number] = number, dict(begun[number])
+            self.versions.update(dict.fromkeys(begun[number], number + 1))
 
     def describe(self, member_id: int) -> dict[str, object]:
         """Return the staleness of a member as plain JSON values; nothing before its first contribution."""
