@@ -20,6 +20,7 @@ from gradserver.protocol.errors import (
     NonFiniteError,
     OutOfStepError,
     PlanMismatchError,
+    UsageError,
     WorkerLeftError,
 )
 from gradserver.worker.client import Worker
@@ -413,6 +414,14 @@ def test_what_is_not_possible() -> None:
             return str(raised.value)
 
         assert any("fragment.0" in text or "outer Nesterov(lr=0.5" in text for text in on(2, differ))
+
+
+def test_rounds_that_do_not_wait_for_all_are_refused() -> None:
+    def work(worker: Worker) -> None:
+        with pytest.raises(UsageError, match="has mode 'async', in which rounds do not wait for all workers"):
+            LocalSGD(Transformer(), worker)
+
+    clustered(2, work, mode="async")
 
 
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
@@ -68,6 +68,7 @@ class LocalSGD(nn.Module):
         delay: steps from the sending of a fragment to the taking of its mean: at most ``every // fragments``. With 0
             the worker waits for the mean.
         mixing: part of the worker's own parameters when a mean is taken. None for 0 without a delay, and else 0.5.
+            With short intervals 0.5 is better without a delay, too.
         max_every: the longest interval. With it the interval grows while exchanges take more than a tenth of the time,
             unless parameters change more and more (`ConvergenceGuard`). None to keep ``every``.
         average_buffers: true to average floating buffers, such as running statistics, with the last fragment. Others
@@ -83,6 +84,7 @@ class LocalSGD(nn.Module):
     Raises:
         PlanMismatchError: the workers' modules, or their fragments, differ. Nothing was overwritten.
         InvalidArgumentError: the module or an option is not possible.
+        UsageError: rounds of the group do not wait for all workers (``serve --mode``).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class LocalSGD(nn.Module):
         super().__init__()
         self.module = module
         self.worker: Worker = checked_worker(module, worker, None, None, None)
+        _check_waits(self.worker)
         check_mode(self.worker, "LocalSGD")
         self._schedule = Schedule(every, fragments, delay)
         self._fragments = make_fragments(module, fragments, average_buffers)
@@ -279,6 +282,14 @@ class LocalSGD(nn.Module):
     def load_outer_state(self, state: Tree) -> None:
         """Go on from an `outer_state`. The module has its parameters already."""
         self._averaging.load_state(state)
+
+
+def _check_waits(worker: Worker) -> None:
+    if worker.mode != "sync":
+        raise UsageError(
+            f"group {worker.group!r} has mode {worker.mode!r}, in which rounds do not wait for all workers, and local "
+            f"SGD averages what all have changed: start the coordinator with --mode sync for this group"
+        )
 
 
 def _share(mixing: float | None, delay: int) -> float:

@@ -104,7 +104,7 @@ class Mode:
         return cls(**{**fields, "serve": tuple(fields["serve"])})
 
 
-_LOCAL: Final = {"every": 16}
+_LOCAL: Final = {"every": 16, "mixing": 0.5}
 _STREAMING: Final = {"every": 16, "fragments": 4, "delay": 4}
 MODES: Final = (
     Mode(_ALONE, "alone"),
@@ -114,7 +114,8 @@ MODES: Final = (
     Mode("bounded-by-speed", "unawaited", serve=("--mode", "bounded", "--staleness", "4"), by_speed=True),
     Mode("async", "unawaited", serve=("--mode", "async")),
     Mode("async-by-speed", "unawaited", serve=("--mode", "async"), by_speed=True),
-    Mode("local-average", "local", {**_LOCAL, "outer": "average"}),
+    Mode("local-average", "local", {"every": 16, "outer": "average"}),
+    Mode("local-diloco", "local", {"every": 16}),
     Mode("local", "local", dict(_LOCAL)),
     Mode("local-by-speed", "local", dict(_LOCAL), by_speed=True),
     Mode("streaming", "local", dict(_STREAMING)),
