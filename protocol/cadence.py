@@ -51,6 +51,8 @@ class CadenceOptions:
         overhead_target: part of the time that exchanges may take. It is clamped to 0.01 … 0.50.
         max_anchor: the largest anchor. 0 turns the cadence off: an exchange for each batch.
         max_batch_diff: the most by which a rank's number of batches changes at once; None for no limit.
+        max_total: the most batches of all ranks together between two exchanges; None for no limit. Counts above are
+            scaled down in proportion, so that an update is of as many samples however unequal the ranks are.
         speed_hint: ``(slow_rank, ratio)`` for the first round: each other rank computes ``ratio`` times as many batches
             as ``slow_rank``.
 
@@ -62,9 +64,12 @@ class CadenceOptions:
     overhead_target: float = OVERHEAD_TARGET
     max_anchor: int = MOST_ANCHOR
     max_batch_diff: int | None = None
+    max_total: int | None = None
     speed_hint: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
+        if self.max_total is not None and self.max_total < 1:
+            raise InvalidArgumentError(f"max_total must be at least 1, not {self.max_total!r}")
         if self.is_on:
             self.cadence(2 if self.speed_hint is None else max(self.speed_hint[0] + 1, 2))
 
@@ -72,6 +77,10 @@ class CadenceOptions:
     def is_on(self) -> bool:
         """True if there is a cadence at all."""
         return self.max_anchor != 0
+
+    def clamped(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``counts`` within ``max_total``, but at least one batch for each rank."""
+        return counts if self.max_total is None else clamped(counts, max(self.max_total, len(counts)))
 
     def cadence(self, world_size: int, hinted: bool = True) -> Cadence:
         """Return the cadence of ``world_size`` ranks; with the speed hint, unless not ``hinted``."""
@@ -215,13 +224,7 @@ class Cadence:
         Raises:
             InvalidArgumentError: ``total`` has less than one batch for each rank.
         """
-        world, now = len(self.counts), sum(self.counts)
-        if total < world:
-            raise InvalidArgumentError(f"{total} batches are less than one for each of the {world} ranks")
-        if now <= total:
-            return self.counts
-        scaled = [max(1, count * total // now) for count in self.counts]
-        return _with_total(scaled, total)
+        return clamped(self.counts, total)
 
     def _check(self, wall: Sequence[float], sync: float, batches: Sequence[int]) -> None:
         world = len(self.counts)
@@ -259,6 +262,16 @@ class Cadence:
         if self._max_batch_diff is None:
             return wanted
         return min(max(wanted, before - self._max_batch_diff), before + self._max_batch_diff)
+
+
+def clamped(counts: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Return ``counts``, scaled down to ``total`` if they are more. See `Cadence.clamped_total`."""
+    world, now = len(counts), sum(counts)
+    if total < world:
+        raise InvalidArgumentError(f"{total} batches are less than one for each of the {world} ranks")
+    if now <= total:
+        return counts
+    return _with_total([max(1, count * total // now) for count in counts], total)
 
 
 def _smoothed(before: float, now: float) -> float:

@@ -574,6 +574,20 @@ def test_every_mode_trains_and_says_what_it_costs() -> None:
     assert [worker["steps"] for worker in runs["streaming-by-speed"]["workers"]] == [8, 24]
 
 
+@pytest.mark.long
+def test_modes_for_unequal_workers_use_all_samples_and_give_more_to_the_faster() -> None:
+    chosen = ("--modes", "balanced,ranges,cadence", "--scenarios", "unequal", "--slow", "6")
+    found = json.loads(bench("modes", "--quick", "--steps", "48", *chosen, "--json"))
+    runs = {one["mode"]["name"]: one for one in found["runs"]}
+    for one in runs.values():
+        assert one["same_bits"]
+        slow, fast = one["workers"]
+        assert slow["samples"] + fast["samples"] == 48 * 2 * 4
+        assert slow["samples"] < fast["samples"]
+    assert runs["balanced"]["workers"][0]["steps"] == runs["balanced"]["workers"][1]["steps"] == 48
+    assert runs["cadence"]["workers"][0]["steps"] < runs["cadence"]["workers"][1]["steps"]
+
+
 # ── a large model ─────────────────────────────────────────────────────────────────────────────────────
 
 

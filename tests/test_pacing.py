@@ -188,11 +188,39 @@ def test_the_time_of_an_exchange_is_that_of_the_member_that_the_others_have_wait
     assert decided(rule)[1] == (80, 40)
 
 
+def test_a_largest_total_scales_counts_down_and_leaves_what_is_known_as_it_is() -> None:
+    rule = cadence([0, 1], anchor=2, max_total=4)
+
+    rule.advance(measured({0: Measured(100, 2), 1: Measured(300, 2)}, rule), [0, 1])
+    assert decided(rule) == ((0, 1), (3, 1))
+    rule.advance(measured({0: Measured(150, 3), 1: Measured(150, 1)}, rule), [0, 1])
+    assert rule.speed(1) == pytest.approx(1e3 / 150)
+
+    assert cadence(range(5), max_total=2).counts == (1,) * 5
+
+
+def test_a_nudge_holds_for_all_that_have_called_it() -> None:
+    one, other = cadence([0, 1]), cadence([0, 1])
+    for rule in (one, other):
+        rule.advance(measured({0: Measured(500, 10), 1: Measured(1000, 10)}, one), [0, 1])
+
+    for rule in (one, other):
+        rule.nudge(0.5)
+        assert rule.counts == (10, 5)
+    found = measured({0: Measured(500, 10), 1: Measured(500, 5)}, one, other)
+    for rule in (one, other):
+        rule.advance(found, [0, 1])
+
+    assert decided(one) == decided(other)
+
+
 def test_options_are_checked_and_an_anchor_of_0_turns_the_cadence_off() -> None:
     assert not CadenceOptions(max_anchor=0).is_on
     assert not CadenceOptions(max_anchor=0, anchor=30).is_on
     with pytest.raises(InvalidArgumentError, match="at least the anchor of 10"):
         CadenceOptions(max_anchor=5)
+    with pytest.raises(InvalidArgumentError, match="max_total"):
+        CadenceOptions(max_total=0)
     with pytest.raises(InvalidRankError, match="names rank 2"):
         cadence([0, 1], speed_hint=(2, 3.0))
     assert cadence([0, 1], speed_hint=(1, 3.0)).counts == (30, 10)

@@ -102,6 +102,11 @@ def test_an_exchange_of_a_cadence_is_the_mean_over_all_batches_of_all_workers() 
             loss_of(model, inputs).backward()
             exchanged.append(model.exchanged)
         assert exchanged == [False] * (len(mine) - 1) + [True]
+        pacing = model.pacing
+        assert pacing is not None
+        assert sum(pacing.ratios) == pytest.approx(1)
+        pacing.nudge(0.5)
+        assert min(pacing.counts) == 1
         found = model.module.layer.weight.grad  # type: ignore[union-attr]
         assert isinstance(found, Tensor)
         return found.clone()
@@ -318,6 +323,11 @@ def test_an_epoch_of_a_sampler_without_a_model_is_dealt_evenly_and_begins_anywhe
 def test_arguments_that_cannot_be_are_errors() -> None:
     with connect(world_size=1) as worker:
         data = BalancedSampler(8, worker, batch_size=4)
+        balanced = DistributedDataParallel(Layer(), worker, balance=data).pacing
+        assert balanced is not None
+        assert (balanced.counts, balanced.ratios) == ((1,), (1.0,))
+        with pytest.raises(UsageError, match="nudge is for a cadence"):
+            balanced.nudge(0.5)
         with pytest.raises(UsageError, match="choose one"):
             DistributedDataParallel(Layer(), worker, cadence=True, balance=data)
         with pytest.raises(InvalidArgumentError, match="balance is a BalancedSampler"):

@@ -54,9 +54,11 @@ class CadenceRule:
         self.member_ids = tuple(member_ids)
         self._anchor, self._calibrated = float(options.anchor), False
         self._milliseconds = dict.fromkeys(member_ids, 0.0)
-        self.counts: tuple[int, ...] = (1,) * len(self.member_ids)
+        self._counts: tuple[int, ...] = (1,) * len(self.member_ids)
+        """Counts before they are clamped to the largest total."""
         if len(self.member_ids) > 1:
-            self.counts = options.cadence(len(self.member_ids)).counts
+            self._counts = options.cadence(len(self.member_ids)).counts
+        self.counts = options.clamped(self._counts)
 
     @property
     def terms(self) -> str:
@@ -74,32 +76,43 @@ class CadenceRule:
         milliseconds = self._milliseconds.get(member_id, 0.0)
         return 1e3 / milliseconds if milliseconds else 0.0
 
+    def nudge(self, factor: float) -> None:
+        """Make exchanges more frequent. See `gradserver.Cadence.nudge`."""
+        if len(self.member_ids) > 1:
+            cadence = self._cadence_of(self.member_ids, ())
+            cadence.nudge(factor)
+            self._take(cadence, self.member_ids)
+
     def write(self, table: Table) -> None:
         """Fill in what was decided."""
         table.head[:] = self._anchor, self._calibrated
-        for member_id, count in zip(self.member_ids, self.counts, strict=True):
+        for member_id, count in zip(self.member_ids, self._counts, strict=True):
             table.decide(member_id, Decided(self._milliseconds[member_id], count))
 
     def advance(self, table: Table, member_ids: Sequence[int], newcomers: Collection[int] = ()) -> bool:
         """Decide for the members of the next round. See `Rule.advance`."""
-        before = self.member_ids, self.counts
+        before, present = (self.member_ids, self.counts), tuple(member_ids)
         self._adopt(table)
-        present = tuple(member_ids)
         if len(present) < 2:  # nothing to wait for, and no exchange to save; what is known is kept for the next member
             self._milliseconds = {one: self._milliseconds.get(one, 0.0) for one in present}
-            self.member_ids, self.counts = present, (1,) * len(present)
+            self.member_ids, self._counts = present, (1,) * len(present)
+            self.counts = self._counts
             return before != (self.member_ids, self.counts)
-        cadence = self._cadence_of(present, newcomers)
-        measured = [table.measured(one) for one in present]
+        cadence, measured = self._cadence_of(present, newcomers), [table.measured(one) for one in present]
         cadence.record(
             [one.milliseconds for one in measured],
             table.sync_milliseconds(present),
             [int(one.batches) for one in measured],
         )
+        self._take(cadence, present)
+        return before != (self.member_ids, self.counts)
+
+    def _take(self, cadence: Cadence, present: tuple[int, ...]) -> None:
+        """Take over what ``cadence`` has decided for the members ``present``."""
         self._anchor, self._calibrated = float(cadence.anchor), cadence.calibrated
         self._milliseconds = dict(zip(present, cadence.milliseconds, strict=True))
-        self.member_ids, self.counts = present, cadence.counts
-        return before != (self.member_ids, self.counts)
+        self.member_ids, self._counts = present, cadence.counts
+        self.counts = self._options.clamped(self._counts)
 
     def _adopt(self, table: Table) -> None:
         """Go by what the others know, if any of them did."""
@@ -110,14 +123,14 @@ class CadenceRule:
         self._anchor, self._calibrated = anchor, bool(calibrated)
         decided = {one: table.decided(one) for one in known}
         self._milliseconds = {one: decided[one].speed for one in known}
-        self.member_ids, self.counts = known, tuple(int(decided[one].share) for one in known)
+        self.member_ids, self._counts = known, tuple(int(decided[one].share) for one in known)
 
     def _cadence_of(self, present: tuple[int, ...], newcomers: Collection[int]) -> Cadence:
         """Return the cadence of ``present``, with what is known of those that were there before."""
         was_alone = len(self.member_ids) < 2  # its count of 1 is no part of a cadence
         before = self._options.cadence(max(len(self.member_ids), 2), hinted=False)
         before.anchor, before.calibrated = int(self._anchor), self._calibrated and not was_alone
-        before.counts = (before.anchor,) * 2 if was_alone else self.counts
+        before.counts = (before.anchor,) * 2 if was_alone else self._counts
         for place, one in enumerate(self.member_ids):
             before.milliseconds[place] = self._milliseconds.get(one, 0.0)
         known = [one for one in self.member_ids if one not in newcomers]

@@ -20,7 +20,7 @@ from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
 from gradserver.worker.torch_ddp.grouping import described
-from gradserver.worker.torch_ddp.pacing import Balance, pacing_of
+from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.stepping import noting_steps
 from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
@@ -333,6 +333,11 @@ class DistributedDataParallel(nn.Module):
     def exchanged(self) -> bool:
         """True if the latest backward exchanged gradients. It is false inside `no_sync`, and between with a cadence."""
         return self._backward.exchanged
+
+    @property
+    def pacing(self) -> Pacing | None:
+        """Parts of all ranks in the work: ``pacing.counts``, ``pacing.ratios``. None without cadence or balance."""
+        return self._rounds.pacing
 
     @property
     def has_update(self) -> bool:

@@ -244,6 +244,30 @@ class Pacing:
         """True if there can be several batches between two exchanges."""
         return isinstance(self._pace, CadencePace)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Batches of each rank until the next exchange."""
+        rule = self._pace.rule
+        return rule.counts if isinstance(rule, CadenceRule) else (1,) * len(rule.member_ids)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Part of the work of each rank. Together they are 1."""
+        rule = self._pace.rule
+        return rule.ratios if isinstance(rule, BalanceRule) else tuple(one / sum(self.counts) for one in self.counts)
+
+    def nudge(self, factor: float) -> None:
+        """Make a cadence's exchanges more frequent: its anchor times ``factor``, 0.1 to 1.
+
+        All workers call it between the same two exchanges, after the first of them.
+
+        Raises:
+            UsageError: this is no cadence.
+        """
+        if not isinstance(self._pace, CadencePace):
+            raise UsageError("nudge is for a cadence: DistributedDataParallel(…, cadence=True)")
+        self._pace.rule.nudge(factor)
+
     # ── batches ───────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:

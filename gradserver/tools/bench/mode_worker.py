@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradserver
@@ -46,6 +46,7 @@ class Outcome:
         nbytes: bytes between the coordinator and all workers, both ways; 0 at all ranks but the first.
         staleness: mean staleness of this worker's contributions, in rounds.
         most_stale: the largest.
+        samples: samples in this worker's batches.
     """
 
     seconds: float
@@ -55,6 +56,11 @@ class Outcome:
     nbytes: int
     staleness: float = 0.0
     most_stale: int = 0
+    samples: int = 0
+
+
+Place = tuple[int, int]
+"""Step and row of a sample."""
 
 
 class Update:
@@ -87,12 +93,14 @@ class Trained(NamedTuple):
         updates: yields for each update that a backward leads to, with the share of the training that is done. It gets
             the share of this worker's batches.
         staleness: returns mean and largest staleness of the contributions so far.
+        batches: the samples of each of this worker's batches; None for its rows of each step.
     """
 
     model: nn.Module
     block: Callable[[], AbstractContextManager[None]]
     updates: Callable[[float], Iterable[float]] = lambda progress: (progress,)
     staleness: Callable[[], tuple[float, int]] = lambda: (0.0, 0)
+    batches: Iterable[list[Place]] | None = None
 
 
 def wrap_alone(module: nn.Module, _worker: Worker, _update: Update, _options: dict[str, Any]) -> Trained:
@@ -140,11 +148,65 @@ def wrap_unawaited(module: nn.Module, worker: Worker, update: Update, options: d
     return Trained(model, lambda: model.join(lambda: update(note())), updates, staleness)
 
 
+def wrap_balanced(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
+    """Exchange gradients in each step, of parts of its batch that follow the speeds."""
+    settings, total = update.settings, update.settings.global_batch
+    data = gradserver.BalancedSampler(settings.samples, worker, batch_size=total, shuffle=False)
+    model = gradserver.DistributedDataParallel(module, worker, balance=data, **options)
+    return _of_samples(model, update, ([divmod(sample, total) for sample in batch] for batch in data))
+
+
+def wrap_ranges(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
+    """Exchange gradients in each step, of ranges that the coordinator hands out, as long as the speeds allow."""
+    data = _ranges(worker, update.settings)
+    model = gradserver.DistributedDataParallel(module, worker, balance=data, **options)
+    return _of_samples(model, update, _places(data, update.settings))
+
+
+def wrap_cadence(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
+    """Exchange gradients of several batches, more of them at faster workers."""
+    data, cadence = _ranges(worker, update.settings), gradserver.CadenceOptions(**options)
+    model = gradserver.DistributedDataParallel(module, worker, cadence=cadence)
+    return _of_samples(model, update, _places(data, update.settings))
+
+
+def _of_samples(model: gradserver.DistributedDataParallel, update: Update, batches: Iterator[list[Place]]) -> Trained:
+    """Weigh each batch by its samples. The learning rate follows the samples behind the updates."""
+    done = 0.0
+
+    def note() -> float:
+        nonlocal done
+        done += model.total_weight
+        return min((done - model.total_weight) / update.settings.samples, 1.0)
+
+    def weighed() -> Iterator[list[Place]]:
+        for batch in batches:
+            model.set_weight(len(batch))
+            yield batch
+
+    def updates(_progress: float) -> Iterator[float]:
+        for _ in model.updates():
+            yield note()
+
+    return Trained(model, lambda: model.join(lambda: update(note())), updates, batches=weighed())
+
+
+def _ranges(worker: Worker, settings: Settings) -> gradserver.DataRanges:
+    return gradserver.DataRanges(settings.samples, worker, batch_size=settings.batch, shuffle=False)
+
+
+def _places(data: gradserver.DataRanges, settings: Settings) -> Iterator[list[Place]]:
+    return ([divmod(sample, settings.global_batch) for sample in batch.tolist()] for batch in data.batches())
+
+
 KINDS: Final[dict[str, Callable[[nn.Module, Worker, Update, dict[str, Any]], Trained]]] = {
     "alone": wrap_alone,
     "synchronous": wrap_synchronous,
     "local": wrap_local,
     "unawaited": wrap_unawaited,
+    "balanced": wrap_balanced,
+    "ranges": wrap_ranges,
+    "cadence": wrap_cadence,
 }
 """The ways to train, by the kind of a mode."""
 
@@ -156,27 +218,38 @@ def train(settings: Settings, mode: Mode, scenario: Scenario, worker: Worker, ur
     update = Update(settings, module)
     trained = KINDS[mode.kind](module, worker, update, mode.options_of(rank, scenario.slowness))
     steps, rows = mode.steps_of(rank, settings.steps, scenario.slowness), settings.rows_of(rank)
-    _warm_up(settings, corpus, rows)
+    cost = _warm_up(settings, corpus, rows)
     worker.barrier()
     before = _traffic(url, worker)
     worker.barrier()
     began = time.perf_counter()
-    cost = 0.0
+    count = samples = 0
     with trained.block():
-        for step in range(steps):
+        for batch in trained.batches or ([(step, row) for row in rows] for step in range(steps)):
             computed = time.thread_time()  # waiting does not count
-            update.optimizer.zero_grad()
-            mean = mean_loss(trained.model, *corpus.batch(step, rows))
-            slow_down(cost, scenario.slowness[rank])  # before the gradients are there: no other waits for them then
+            mean = mean_loss(trained.model, *read(corpus, batch))
+            # before the gradients are there: no other waits for them then
+            slow_down(cost * len(batch), scenario.slowness[rank])
             mean.backward()  # type: ignore[no-untyped-call]
-            for progress in trained.updates(step / steps):
+            for progress in trained.updates(count / steps):
                 update(progress)
-            cost = time.thread_time() - computed
+                update.optimizer.zero_grad()
+            cost = (time.thread_time() - computed) / len(batch)
+            count, samples = count + 1, samples + len(batch)
     seconds = time.perf_counter() - began
     worker.barrier()
     nbytes = _traffic(url, worker) - before
     loss = validation_loss(module, corpus, settings)
-    return Outcome(seconds, steps, loss, state_sha256(module), nbytes, *trained.staleness())
+    return Outcome(seconds, count, loss, state_sha256(module), nbytes, *trained.staleness(), samples=samples)
+
+
+def read(corpus: Corpus, batch: list[Place]) -> tuple[Tensor, Tensor]:
+    """Make inputs and targets of samples: two [samples, context] tensors."""
+    rows: dict[int, list[int]] = {}
+    for step, row in batch:
+        rows.setdefault(step, []).append(row)
+    parts = [corpus.batch(step, found) for step, found in rows.items()]
+    return torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
 
 
 def slow_down(computed: float, slowness: float) -> None:
@@ -185,10 +258,13 @@ def slow_down(computed: float, slowness: float) -> None:
         time.sleep(computed * (slowness - 1))
 
 
-def _warm_up(settings: Settings, corpus: Corpus, rows: range) -> None:
-    module = GPT(settings)
+def _warm_up(settings: Settings, corpus: Corpus, rows: range) -> float:
+    """Train some steps that do not count. Return the seconds that a sample takes."""
+    module, began = GPT(settings), 0.0
     for step in range(_WARM):
+        began = time.thread_time()
         mean_loss(module, *corpus.batch(step, rows)).backward()  # type: ignore[no-untyped-call]
+    return (time.thread_time() - began) / len(rows)
 
 
 def _traffic(url: str, worker: Worker) -> int:

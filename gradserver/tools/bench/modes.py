@@ -110,6 +110,9 @@ MODES: Final = (
     Mode(_ALONE, "alone"),
     Mode("sync", "synchronous"),
     Mode("sync-int8", "synchronous", wire="int8"),
+    Mode("balanced", "balanced"),
+    Mode("ranges", "ranges"),
+    Mode("cadence", "cadence", {"anchor": 2, "max_total": 4}),
     Mode("bounded", "unawaited", serve=("--mode", "bounded", "--staleness", "4")),
     Mode("bounded-by-speed", "unawaited", serve=("--mode", "bounded", "--staleness", "4"), by_speed=True),
     Mode("async", "unawaited", serve=("--mode", "async")),
@@ -143,7 +146,7 @@ class Finished:
     @property
     def rate(self) -> float:
         """Samples per second, of all workers."""
-        counts = [int(one["steps"]) * len(self.settings.rows_of(rank)) for rank, one in enumerate(self.workers)]
+        counts = [int(one["samples"]) for one in self.workers]
         if self.mode.kind == _ALONE:  # no worker waits for another
             seconds = [float(one["seconds"]) for one in self.workers]
             return sum(count / time for count, time in zip(counts, seconds, strict=True))
