@@ -174,6 +174,8 @@ def test_deaths_of_workers_that_reduce_among_themselves_are_survived(plane: str,
     assert result["kills"] >= 6
     assert result["not_counted"] <= result["kills"], "a death costs one contribution"
     assert result["ways"]["direct"] > 0 < result["ways"]["void"]
+    assert result["subgroups"] > 0
+    assert (result["sums_among_workers"] > 0) == (plane == "direct")
 
 
 @pytest.mark.long
@@ -214,7 +216,7 @@ from gradserver import reducer
 original = reducer.reduce
 def reduce(command):
     made = original(command)
-    if command.key.number == 20 and command.key.part == 0 and command.keep:
+    if WHEN and command.keep:
         made = np.frombuffer(bytes(made), np.uint8).copy()
         made[5] ^= 1
     return made.data if isinstance(made, np.ndarray) else made
@@ -225,15 +227,28 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("when", "kinds", "found"),
+    [
+        ("command.key.number == 20 and command.key.part == 0", ("wrong", "diverged"), "round 20"),
+        ("'/' in command.group", ("fault",), "the sub-group of w"),
+    ],
+    ids=["of a round", "of a sub-group"],
+)
 def test_a_coordinator_that_gets_one_bit_wrong_is_found_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    when: str,
+    kinds: tuple[str, ...],
+    found: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from gradserver.tools.chaos import fleet
 
-    monkeypatch.setattr(fleet, "COORDINATOR", ("-c", SABOTAGE))
-    options = ["--workers", "2", "--seconds", "10", "--events", "slow", "--json", "--keep", str(tmp_path)]
+    monkeypatch.setattr(fleet, "COORDINATOR", ("-c", SABOTAGE.replace("WHEN", when)))
+    options = ["--workers", "4", "--seconds", "10", "--events", "slow", "--json", "--keep", str(tmp_path)]
     assert main(["chaos", *options]) == 1
     result = json.loads(capsys.readouterr().out)
     assert not result["passed"]
-    assert result["wrong"] + result["diverged"] > 0
-    assert any("round 20" in finding for finding in result["findings"]), result["findings"]
+    assert sum(result[kind] for kind in kinds) > 0
+    assert any(found in finding for finding in result["findings"]), result["findings"]

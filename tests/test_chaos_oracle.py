@@ -147,6 +147,9 @@ class World:
         for rank, name in enumerate(names):
             self._say(oracle, {"kind": "meets", "name": name, "round": number, "at": number + 0.2})
             met = {"kind": "met", "name": name, "round": number, "rank": rank, "at": number + 0.3}
+            half = [other for place, other in enumerate(names) if place % 2 == rank % 2]
+            half_sum = sum((tally.tally(other, number) for other in half), np.zeros(tally.LENGTH, np.int64)).tolist()
+            met |= {"half": half, "half_sum": half_sum, "among": rank == 0}
             self._say(oracle, {**met, "sums": {"a sum": list(total)}, "gathered": codes, "broadcast": codes[0]})
 
     def _say(self, oracle: Oracle, line: dict[str, Any]) -> None:
@@ -396,7 +399,54 @@ def changed(sums: Callable[[Array], Array]) -> Oracle:
 
 
 def test_collectives_have_each_member_once() -> None:
-    assert World().judged(EVERY + 1).meetings == 1
+    oracle = World().judged(EVERY + 1)
+    assert (oracle.meetings, oracle.halves, oracle.among) == (1, 2, 1)
+
+
+def in_halves(change: Callable[[dict[str, Any]], object]) -> Oracle:
+    """Return the findings if what workers say of the sums in sub-groups is something else."""
+
+    def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+        if line["kind"] == "met":
+            change(line)
+        return [line]
+
+    return World(lines=lines).judged(EVERY + 1)
+
+
+def test_a_wrong_sum_in_a_sub_group() -> None:
+    def plus(line: dict[str, Any], name: str, at: int = EVERY) -> None:
+        if "ada" in line["half"]:
+            line["half_sum"] = (np.array(line["half_sum"]) + tally.tally(name, at)).tolist()
+
+    where = f"behind round {EVERY}, the sub-group of ada, cyd: it has"
+    only(in_halves(lambda line: plus(line, "cyd")), "fault", f"{where} cyd 2 times")
+    only(in_halves(lambda line: plus(line, "bob")), "fault", f"{where} another worker 1 times")
+    only(in_halves(lambda line: line.update(half_sum=[0] * tally.LENGTH)), "fault", f"{where} ada 0 times, cyd 0 times")
+    only(in_halves(lambda line: line.update(half_sum=[1])), "fault", "the sub-group of bob, dan: it is no tally")
+
+
+def test_members_of_a_sub_group_with_different_sums_or_members() -> None:
+    def alone(line: dict[str, Any]) -> None:
+        if line["name"] == "cyd":
+            line.update(half=["cyd"], half_sum=tally.tally("cyd", EVERY).tolist())
+
+    def another(line: dict[str, Any]) -> None:
+        if line["name"] == "cyd":
+            line["half_sum"] = [0] * tally.LENGTH
+
+    only(in_halves(another), "fault", "the sub-group of ada, cyd: its members got 2 results")
+    only(in_halves(alone), "fault", "the sub-group of ada, cyd: cyd was in that of cyd")
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_member_that_is_lost_in_a_sub_group_counts_or_does_not(counts: bool) -> None:
+    def lines(line: dict[str, Any]) -> list[dict[str, Any]]:
+        if (line["kind"], line["name"]) == ("met", "bob") and not counts:
+            line["half_sum"] = tally.tally("bob", EVERY).tolist()
+        return [] if (line["kind"], line["name"]) == ("met", "dan") else [line]
+
+    assert not (oracle := World(lines=lines).judged(EVERY + 1)).found, oracle.findings
     bob, eve = tally.tally("bob", EVERY), tally.tally("eve", EVERY)
     only(changed(lambda total: total + bob), "fault", f"behind round {EVERY}, a sum: it has bob 2 times")
     only(changed(lambda total: total - bob), "fault", f"behind round {EVERY}, a sum: it has bob 0 times")

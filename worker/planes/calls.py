@@ -95,9 +95,17 @@ _PLACES: Final = {"cpu": 1, "cuda": 2}
 
 
 class Outcome(Handle[Any]):
-    """A handle that a lane completes. Its caller reads no messages meanwhile: the channel's thread does."""
+    """A handle that a lane completes. Its caller reads no messages meanwhile: the channel's thread does.
 
-    __slots__ = ()
+    Attributes:
+        is_direct: true if the members have exchanged the tensors among themselves, known when done.
+    """
+
+    __slots__ = ("is_direct",)
+
+    def __init__(self, timeout: float, value: Any = None) -> None:
+        super().__init__(timeout, value=value)
+        self.is_direct = False
 
     def _wait_once(self, seconds: float) -> bool:
         stand_in()
@@ -206,6 +214,7 @@ class DirectCalls:
                 handle._value = body.commit()
                 self._scratch.give_back(body.device)
                 handle.weight, handle.present = sum(weights), any(weights)
+                handle.is_direct = True
                 return True
             self._void()
         except MembershipChangedError:

@@ -96,7 +96,7 @@ class DirectTransfers:
             return None
         if lane is None:
             lane = self._lanes[call.ends] = Lane("transfers")
-        handle = Outcome(self._session.timeout, None, call.value)
+        handle = Outcome(self._session.timeout, call.value)
         lane.submit(partial(self._carry_out, call, is_large, handle))
         return handle
 

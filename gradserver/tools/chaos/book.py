@@ -70,9 +70,24 @@ class Book:
                 yield f": members got {len(set(sums.values()))} results of {what}"
             for seen in set(sums.values()):
                 if len(seen) != tally.LENGTH or not tally.fits(seen, number, sure, perhaps):
-                    why = tally.explain(seen, sure, perhaps) if len(seen) == tally.LENGTH else "it is no tally"
-                    yield f", {what}: {why}"
+                    yield f", {what}: {tally.explain(seen, sure, perhaps)}"
         yield from self._wrong_gathered(number, perhaps)
+        yield from self._wrong_halves(number, perhaps)
+
+    def _wrong_halves(self, number: int, perhaps: set[str]) -> Iterator[str]:
+        """Describe faults of the sums in sub-groups. Each has to have its own members, and no other worker."""
+        for half in sorted({met.half for met in self.met.values() if met.half}):
+            what, inside = f"the sub-group of {', '.join(half)}", {name for name in half if name in self.met}
+            for name in sorted(inside):
+                if self.met[name].half != half:
+                    yield f", {what}: {name} was in that of {', '.join(self.met[name].half) or 'none'}"
+            sums = {met.half_sum for met in self.met.values() if met.half == half}
+            if len(sums) > 1:
+                yield f", {what}: its members got {len(sums)} results"
+            for seen in sums:
+                lost = perhaps.intersection(half)
+                if len(seen) != tally.LENGTH or not tally.fits(seen, number, inside, lost):
+                    yield f", {what}: {tally.explain(seen, inside, lost)}"
 
     def _wrong_gathered(self, number: int, perhaps: set[str]) -> Iterator[str]:
         by_code = {tally.code(name, number): name for name in (*self.met, *perhaps)}

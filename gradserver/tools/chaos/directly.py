@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 import gradserver
-from gradserver.tools.chaos import generator
+from gradserver.protocol.planes import DIRECT
+from gradserver.tools.chaos import generator, tally
+from gradserver.worker.planes.calls import LEAST_BYTES_OF_A_HOST
 from gradserver.worker.planes.commit import commit_plan
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
@@ -19,6 +21,8 @@ class Directly:
 
     Attributes:
         way: how the last round went: "direct", "void" if it was begun so and done again, or "coordinator".
+        tallies: number of tallies in the largest tensor that is summed: on the direct plane the least number that
+            workers of one host sum among themselves.
     """
 
     def __init__(self, worker: gradserver.Worker) -> None:
@@ -30,6 +34,7 @@ class Directly:
         self.buckets: list[Any] = [flat.numpy() for flat in self._flat]
         self.order = range(len(generator.SIZES))
         self.way = ""
+        self.tallies = LEAST_BYTES_OF_A_HOST // (8 * tally.LENGTH) if worker.plane == DIRECT else tally.LARGE
         self._directs = Directs.of(worker)
         self._is_direct, self._voids = False, 0
 

@@ -7,7 +7,8 @@ in the order in which it reads them:
     {"kind": "round", "name", "round", "rank", "results": […], "weights", "way", "at"}    it has finished it
     {"kind": "replayed", …}                      the same, but without contributing, as it was a learner
     {"kind": "meets", "name", "round"}           it begins with the collectives behind a round
-    {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast"}      it has finished them
+    {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast", "half", "half_sum", "among"}
+                                                 it has finished them
     {"kind": "entered" | "out" | "left", …}      it has joined, is out of the group, or has left it
     {"kind": "dies", "name", "round"}            it kills itself, in the middle of a push
     {"kind": "fault", "name", "text"}            a collective gave it a wrong result
@@ -65,6 +66,9 @@ class Met(NamedTuple):
         sums: sums of tallies (`gradserver.tools.chaos.tally`), of each operation or slice of one.
         gathered: codes that an all_gather returned, by rank.
         broadcast: code that a broadcast returned; None if it failed everywhere.
+        half: names of the members of the sub-group that this worker was in; empty if there was none.
+        half_sum: the sum of tallies in that.
+        among: true if the large sum was made among the workers.
     """
 
     name: str
@@ -72,11 +76,16 @@ class Met(NamedTuple):
     sums: dict[str, list[int]]
     gathered: tuple[int, ...]
     broadcast: int | None
+    half: tuple[str, ...] = ()
+    half_sum: tuple[int, ...] = ()
+    among: bool = False
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Met:
         """Read the results in a line."""
-        return cls(line["name"], line["rank"], line["sums"], tuple(line["gathered"]), line["broadcast"])
+        half = tuple(line.get("half", ())), tuple(line.get("half_sum", ()))
+        every = line["sums"], tuple(line["gathered"]), line["broadcast"]
+        return cls(line["name"], line["rank"], *every, *half, line.get("among", False))
 
 
 class HeardTail:

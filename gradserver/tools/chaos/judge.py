@@ -67,6 +67,8 @@ class Judge:
             "committed": oracle.counted,
             "in_part": oracle.cut,
             "meetings": oracle.meetings,
+            "halves": oracle.halves,
+            "among": oracle.among,
             "ways": dict(oracle.ways),
             "findings": oracle.findings,
             "longest_stall": stall[0],

@@ -62,6 +62,8 @@ class Oracle:
         counted: number of contributions that counted in full.
         cut: number of contributions that counted in part.
         meetings: number of rounds behind which collectives were checked.
+        halves: number of sub-groups with sums that were checked.
+        among: number of rounds behind which the large sum was made among the workers.
         ways: number of rounds that went each way, if workers may reduce among themselves.
         completions: times at which rounds were finished.
         longest: longest time without a finished round, and its beginning.
@@ -90,6 +92,7 @@ class Oracle:
         self.found: Counter[str] = Counter()
         self.findings: list[str] = []
         self.checked = self.unwritten = self.expected = self.counted = self.cut = self.meetings = 0
+        self.halves = self.among = 0
         self.ways: Counter[str] = Counter()
         self.completions: deque[float] = deque(maxlen=1 << 20)
         self.longest = (0.0, 0.0)
@@ -362,8 +365,9 @@ class Oracle:
     # ── collectives and weights ───────────────────────────────────────────────────────────────────────────
 
     def _check_meeting(self, number: int, book: Book) -> None:
-        if book.met:
-            self.meetings += 1
+        self.meetings += bool(book.met)
+        self.halves += len({met.half for met in book.met.values() if met.half})
+        self.among += any(met.among for met in book.met.values())
         for text in book.wrong_collectives(number):
             self._say("fault", f"behind round {number}{text}")
 

@@ -40,8 +40,6 @@ _COLLECTIVES_EVERY = 5
 """Rounds."""
 _LATE_SECONDS = 0.15
 """Delay of one member at a collective: while the others wait, an event can hit them."""
-_LARGE = 5000
-"""Number of tallies in the largest tensor that is summed: two slices."""
 _ARRIVES_SECONDS = 0.05
 """Time until sent bytes have left the process."""
 _WAITS_SECONDS = 0.006
@@ -87,11 +85,13 @@ class Exchange(Protocol):
         buckets: memory of contributions and results.
         order: the order in which they are pushed.
         way: how the last round went, if workers may reduce among themselves.
+        tallies: number of tallies in the largest tensor that is summed.
     """
 
     buckets: list[Any]
     order: range
     way: str
+    tallies: int
 
     def push(self, part: int, weight: float) -> None:
         """Contribute to a bucket."""
@@ -108,7 +108,7 @@ class Reduced:
         worker.agree(generator.plan())
         self.buckets: list[Any] = [worker.empty(size, "float32") for size in generator.SIZES]
         self.order = range(len(generator.SIZES))[::-1]
-        self.way = ""
+        self.way, self.tallies = "", tally.LARGE
 
     def push(self, part: int, weight: float) -> None:
         """Contribute to a bucket."""
@@ -189,7 +189,7 @@ class Program:
             exchange.finish()
             self._step(number, worker, exchange, "round" if gave else "replayed")
             if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
-                self._meet(worker, number)
+                self._meet(worker, exchange, number)
 
     def _contribute(self, worker: gradserver.Worker, exchange: Exchange, number: int, gave: bool) -> bool:
         """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
@@ -245,18 +245,19 @@ class Program:
         if pause:
             time.sleep(pause)  # a real worker would compute; meanwhile others of this machine have the processors
 
-    def _meet(self, worker: gradserver.Worker, number: int) -> None:
+    def _meet(self, worker: gradserver.Worker, exchange: Exchange, number: int) -> None:
         """Call the collectives that a trainer calls now and then, and report their results."""
         self._say("meets", round=number)
-        own = tally.tally(worker.name, number)
-        if number // _COLLECTIVES_EVERY % worker.world_size == worker.rank:
+        own, turn = tally.tally(worker.name, number), number // _COLLECTIVES_EVERY
+        if turn % worker.world_size == worker.rank:
             time.sleep(_LATE_SECONDS)
             time.sleep(max(0.0, self._lingers - time.monotonic()))
         sums: dict[str, list[int]] = {}
+        rows = exchange.tallies - turn % 2  # one fewer goes over the coordinator
         small = worker.all_reduce(own.copy(), "sum", async_op=True)
-        large = worker.all_reduce(np.tile(own, _LARGE), "sum", async_op=True)
+        large = worker.all_reduce(np.tile(own, rows), "sum", async_op=True)
         sums["an all_reduce"] = small.wait().tolist()
-        sums |= self._slices(large.wait().reshape(_LARGE, -1))
+        sums |= self._slices(large.wait().reshape(rows, -1))
         broadcast = _again(lambda: self._broadcast(worker, number))
         code = np.full(3, tally.code(worker.name, number), np.int64)
         gathered = _again(lambda: worker.all_gather(code))
@@ -264,8 +265,17 @@ class Program:
         sums["a reduce_scatter"] = scattered.tolist()
         if (gathered != gathered[:, :1]).any():
             self._say("fault", text=f"an all_gather behind round {number} brought {gathered.tolist()}")
+        half, half_sum = _in_half(worker, own)
         self._say(
-            "met", round=number, rank=worker.rank, sums=sums, gathered=gathered[:, 0].tolist(), broadcast=broadcast
+            "met",
+            round=number,
+            rank=worker.rank,
+            sums=sums,
+            gathered=gathered[:, 0].tolist(),
+            broadcast=broadcast,
+            half=half,
+            half_sum=half_sum,
+            among=getattr(large, "is_direct", False),
         )
 
     def _slices(self, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
@@ -290,6 +300,21 @@ def _directly(worker: gradserver.Worker) -> Exchange:
     from gradserver.tools.chaos.directly import Directly  # torch takes seconds to load
 
     return Directly(worker)
+
+
+def _in_half(worker: gradserver.Worker, own: tally.Tally) -> tuple[list[str], list[int]]:
+    """Sum tallies in a sub-group of the members with odd ranks, or of the others. Return the names, and the sum.
+
+    The barrier is behind the results of all: a member that leaves takes its own along.
+    """
+    ranks = range(worker.rank % 2, worker.world_size, 2)
+    names = [worker.names[rank] for rank in ranks]
+    group = worker.subgroup(ranks)
+    assert group is not None, "it has its own rank"
+    found = group.all_reduce(own.copy(), "sum").tolist()
+    group.barrier()
+    group.close("its sum is there")
+    return names, found
 
 
 def _again(call: Callable[[], T]) -> T:

@@ -73,6 +73,8 @@ def summary(
         "not_counted": verdict["contributions"] - verdict["committed"] - verdict["in_part"],
         "ways": verdict["ways"],
         "meetings": verdict["meetings"],
+        "subgroups": verdict["halves"],
+        "sums_among_workers": verdict["among"],
         **{kind: found.get(kind, 0) for kind in ("wrong", "double", "lost", "diverged", "fault")},
         "findings": [*faults, *verdict["findings"]],
         "outs": dict(outs),

@@ -18,6 +18,8 @@ import numpy.typing as npt
 Tally = npt.NDArray[np.int64]
 
 LENGTH: Final = 32
+LARGE: Final = 5000
+"""Number of tallies in a tensor of two slices."""
 _DIGITS: Final = 15
 """Digits of each number: a digit can grow to 15, and the sum stays below 2^63."""
 _PLACES: Final = (LENGTH - 1) * _DIGITS
@@ -55,6 +57,8 @@ def fits(seen: Sequence[int], number: int, sure: Collection[str], perhaps: Colle
 
 def explain(seen: Sequence[int], sure: Collection[str], perhaps: Collection[str]) -> str:
     """Describe how often each worker is in a sum that does not fit."""
+    if len(seen) != LENGTH:
+        return "it is no tally"
     known = {_place(name): name for name in (*perhaps, *sure)}
     found = []
     for place in range(_PLACES):

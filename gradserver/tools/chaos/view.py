@@ -113,7 +113,8 @@ class View:
             ),
             *([("killed", f"{result['kills']} workers")] if result["kills"] else []),
             *_planes(result["ways"]),
-            ("together", f"collectives checked after {result['meetings']:,} rounds"),
+            ("together", f"collectives checked after {result['meetings']:,} rounds{_among(result)}"),
+            ("in part", f"sums checked in {result['subgroups']:,} sub-groups"),
             ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
             ("diverged", str(result["diverged"])),
             (
@@ -176,6 +177,12 @@ def _planes(ways: Mapping[str, int]) -> list[tuple[str, str]]:
     direct, void, rest = (ways.get(way, 0) for way in ("direct", "void", "coordinator"))
     text = f"{direct:,} rounds among workers, {void:,} void and done again over the coordinator, {rest:,} more over it"
     return [("plane", text)]
+
+
+def _among(result: Mapping[str, Any]) -> str:
+    """Describe how many of the large sums were made among the workers, if any was."""
+    count = result["sums_among_workers"]
+    return f", {count:,} of their large sums made among workers" if count else ""
 
 
 def _share(share: float | None) -> str:
