@@ -9,14 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.commands import Command, Record, Send
 from gradserver.engine.control.group.requests import Requests
-from gradserver.engine.data_records import Data
 from gradserver.engine.policy import Policy, in_mode, mode_of
 from gradserver.engine.records import Begun, Computed, Moded, Round
 from gradserver.protocol.errors import DeadlineError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.limits import KEPT_ROUNDS, MIB
 from gradserver.protocol.messages import Failure, Granted, Membership, RequestRound, Result, Scope, Welcome
-from gradserver.protocol.messages.leases import Claim, Claimed, Register, Used
-from gradserver.protocol.ranges import pack, unpack
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, floats, plan_of
 from tests.examples import examples
 
@@ -131,24 +128,12 @@ def test_members_have_a_grace_when_there_is_a_quorum() -> None:
     assert granted(harness, 2) == [(1, False)], "with all of them nothing is waited for"
 
 
-def test_a_contribution_that_is_too_old_is_refused_and_its_samples_are_handed_out_again() -> None:
+def test_a_contribution_that_is_too_old_is_refused() -> None:
     harness = group_of(2, policy("async", 1))
-    for rank in range(2):
-        harness.receive(SEATS + rank, Register("data", 4, 17, True, 0, 0), b"")
-        harness.receive(SEATS + rank, Claim("data", 1, 0, 2, 0))
-        harness.sent(rank)
-    harness.receive(SEATS, Used("data", 0, 0), pack(((0, 2),)))
     do_round(harness, 0, 0)
     do_round(harness, 1, 0)
-    request(harness, 1, 0)
+    assert not records(request(harness, 1, 0)), "no round begins with it"
     assert granted(harness, 1) == [(2, True)]
-    said = harness.receive(SEATS + 1, Used("data", 0, 2), pack(((2, 4),)))
-    assert [type(one) for one in records(said)] == [Data]
-    harness.sent(0)
-    harness.receive(SEATS, Claim("data", 2, 0, 4, 2))
-    ((message, payloads),) = harness.sent(0)
-    assert isinstance(message, Claimed)
-    assert unpack(payloads[0]) == ((2, 4),)
     request(harness, 1, 2)
     assert granted(harness, 1) == [(2, False)], "the next one is not too old"
     assert harness.group()["members"][1]["staleness"] == {"mean": 0.0, "max": 0, "contributions": 1, "refused": 1}

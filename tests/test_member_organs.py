@@ -41,6 +41,8 @@ class Samples:
     def use(self, _round_number: int) -> Ranges:
         return ((0, 4),)
 
+    def drop(self) -> None: ...
+
     def carry(self) -> None: ...
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradserver import LocalCluster, Worker
+from gradserver import DataRanges, LocalCluster, Turn, Worker
 from gradserver.protocol.dtypes import BY_NAME
 from gradserver.protocol.errors import InvalidArgumentError, OutOfStepError, UsageError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import simple_plan
-from gradserver.worker.turns import Turn
 
 FLOAT32 = BY_NAME["float32"]
 SIZES = (300, 70_000)
@@ -132,6 +131,28 @@ def test_in_an_asynchronous_group_a_worker_that_computes_for_long_holds_no_other
     assert slow.after == quick.after
     assert slow.staleness == [5]
     assert quick.staleness == [0] * 5
+
+
+@pytest.mark.parametrize("options", MODES[1:4], ids=str)
+def test_each_sample_is_used_once_though_contributions_are_refused(options: dict[str, Any]) -> None:
+    used: list[int] = []
+
+    def run(worker: Worker) -> int:
+        replica = Replica(worker)
+        data = DataRanges(97, worker, batch_size=3, seed=5)
+        while not data.finished():
+            while len(indices := data.take()):
+                gradients = replica.compute()
+                if worker.rank == 0:
+                    time.sleep(0.003)
+                if replica.contribute(gradients) is Turn.PUSH:
+                    used.extend(indices.tolist())
+            replica.end()
+        return replica.dropped
+
+    with LocalCluster(3, timeout=20.0, **options) as cluster:
+        cluster.run(run)
+    assert sorted(used) == list(range(97))
 
 
 def test_turns_have_an_order() -> None:

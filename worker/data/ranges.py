@@ -292,6 +292,11 @@ class DataRanges:
                 self._said, self._used = (round_number, self._used), ()
             return self._said[1]
 
+    def drop(self) -> None:
+        """Hand out once more what this worker used since the last round: its contribution was refused."""
+        with self._lock:
+            self._left, self._used = union(self._left, self._used), ()
+
     def carry(self) -> None:
         """Carry the last round's samples over to the next: it closed without this worker, which keeps what it gave."""
         with self._lock:

@@ -27,6 +27,9 @@ class Source(Protocol):
     def use(self, round_number: int) -> Ranges:
         """Give what this worker used since the last round, and so in this one; the same again for the same round."""
 
+    def drop(self) -> None:
+        """Take what was used since the last round for unused: the contribution with it is dropped."""
+
     def carry(self) -> None:
         """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
 
@@ -98,6 +101,11 @@ class Leases:
         """Count what was used in a later round: the last one closed without this worker."""
         for source in self._sources.values():
             source.carry()
+
+    def drop(self) -> None:
+        """Use what was used since the last round another time: the contribution with it is dropped."""
+        for source in self._sources.values():
+            source.drop()
 
     def again(self) -> list[Said]:
         """Give what is repeated on a new connection: what is used in the open round, and what has no answer."""

@@ -86,7 +86,7 @@ ROWS: Final = (
     Row(GRANTED, Event.RESUME, ASKED, "RequestRound: the grant may be void.", said=True),
     Row(REFUSED, Event.GRANT, GRANTED, "The later answer holds."),
     Row(REFUSED, Event.REFUSE, REFUSED, "As before."),
-    Row(REFUSED, Event.DROP, NONE, "Samples in the contribution go back to the coordinator."),
+    Row(REFUSED, Event.DROP, NONE, "Samples in the contribution are used another time."),
     Row(REFUSED, Event.RESUME, ASKED, "RequestRound: the refusal may be void.", said=True),
     Row(PUSHING, Event.GRANT, PUSHING, "Nothing: it answers a request that was said twice."),
     Row(PUSHING, Event.REFUSE, PUSHING, "Nothing, as before."),
@@ -177,7 +177,7 @@ class Requests:
             self.staleness = number - self._version
             return Turn.PUSH
         if self._state is REFUSED and self._answered <= number:
-            self._leases.begin_round(False)  # control gives back what is used in a round that it refuses
+            self._leases.drop()
             self._happens(Event.DROP)
             return Turn.DROP
         if self._state is not ASKED or number in self._stragglers.failures or self._has_results():

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradserver.engine.control import journal, leases, members, rounds
+from gradserver.engine.control import journal, members, rounds
 from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.group.learners import Stage
 from gradserver.engine.control.registry import Registry
@@ -140,7 +140,6 @@ def begin(group: Group, effects: Effects) -> None:
     ready = requests.ready(number)
     for member_id in sorted(one for one, message in ready.items() if not mode.takes(number - message.version)):
         requests.refuse(number, member_id)
-        leases.not_counted(group, member_id, number, False, effects)
         effects.send(group.connection_of(member_id), Granted(number, True))
     cohort = sorted(ready.keys() & requests.waiting.keys())
     if not cohort and (ready or _with_data(group)):
