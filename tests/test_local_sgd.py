@@ -26,6 +26,7 @@ from gradserver.protocol.errors import (
 from gradserver.worker.client import Worker
 from gradserver.worker.local_sgd.outer import Nesterov
 from gradserver.worker.local_sgd.schedule import Schedule
+from tests.cluster import AMONG_MEMBERS, members, together
 from tests.models import Transformer, loss_of, tokens
 from tests.replicas import distance, on, same
 
@@ -471,3 +472,12 @@ def test_a_straggler_gives_its_changes_later_and_members_stay_alike() -> None:
 
     found = clustered(3, work, quorum=2, grace=0.01)
     assert all(same(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("channel", ["shm", "tcp", *AMONG_MEMBERS])
+def test_every_way_of_gradients_leads_to_the_same_bits(channel: str) -> None:
+    options: dict[str, Any] = {"fragments": 4, "delay": 1}
+    with members(channel, 2) as workers:
+        found = together(workers, lambda worker: train(worker, **options))
+    expected = on(2, train, **options)
+    assert all(same(expected[0], one) for one in found)

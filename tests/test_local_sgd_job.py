@@ -186,3 +186,31 @@ def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: 
         first, *others = states.values()
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), number
     assert len(seen[rounds]) == 3
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_worker_that_is_told_to_stop_saves_and_the_others_go_on(options: dict[str, Any], tmp_path: Path) -> None:
+    def work(worker: Worker) -> int | dict[str, Tensor]:
+        module, member = Transformer(), worker.rank
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        model = LocalSGD(module, worker, optimizer, every=4, **options)
+        job = Job(model, optimizer, checkpoint=tmp_path)
+        try:
+            while job.round < 20:
+                if job.round == 5 and member == 1:
+                    job.stop()
+                loss_of(model, *tokens(job.round, 4)).backward()
+                job.step()
+        except SystemExit:
+            return job.round
+        return {name: one.clone() for name, one in model.weights().items()}
+
+    with LocalCluster(3, elastic=(1, 3), timeout=20.0) as cluster:
+        first, stopped, last = cluster.run(work)
+    assert isinstance(stopped, int)
+    path = Directory(tmp_path, keep=1).latest()
+    assert path is not None
+    assert read(path).tree["round"] == stopped
+    assert isinstance(first, dict)
+    assert isinstance(last, dict)
+    assert same(first, last)
