@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gradserver import (
 from gradserver.status import render
 from gradserver.worker.client import Worker
 from gradserver.worker.pacing.stopwatch import WallClock
+from tests.cluster import AMONG_MEMBERS, members, together
 
 SAMPLES = 96
 
@@ -427,6 +429,43 @@ def test_a_balanced_job_goes_on_from_its_checkpoint_with_another_number_of_worke
         cluster.run(train, 0)
 
     assert sorted(used) == list(range(len(inputs)))
+
+
+# ── planes ─────────────────────────────────────────────────────────────────
+
+
+def trained(worker: Worker, /, wrap: Callable[[Worker], DistributedDataParallel], rounds: int) -> tuple[Any, Tensor]:
+    """Train a few rounds. Return the rounds' decisions and the weights."""
+    model = timed(wrap(worker))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(worker.rank)
+    decisions: list[Any] = []
+    while len(decisions) < rounds:
+        loss_of(model, torch.randn(4, 4, generator=generator)).backward()
+        if model.exchanged:
+            optimizer.step()
+            optimizer.zero_grad()
+            pacing = model.pacing
+            assert pacing is not None
+            decisions.append((pacing.counts, pacing.ratios))
+    return decisions, weight_of(model.module)
+
+
+def by_speeds(worker: Worker) -> DistributedDataParallel:
+    """Wrap a layer of which rank 1's is three times as slow."""
+    cadence = CadenceOptions(anchor=1, max_anchor=2)
+    return DistributedDataParallel(Layer(3.0 if worker.rank == 1 else 1.0), worker, cadence=cadence)
+
+
+@pytest.mark.parametrize("channel", ["tcp", "shm", *AMONG_MEMBERS])
+def test_a_cadence_decides_the_same_on_every_plane(channel: str) -> None:
+    with members(channel, 4) as workers:
+        found = together(workers, partial(trained, wrap=by_speeds, rounds=4))
+
+    for decisions, weights in found:
+        assert decisions == found[0][0]
+        assert torch.equal(weights, found[0][1])
+    assert found[0][0][-1][0] == (3, 1, 3, 3)
 
 
 # ── looking at it ─────────────────────────────────────────────────────────────────────────────────────
