@@ -85,6 +85,7 @@ MODES: list[dict[str, Any]] = [
     {"mode": "bounded", "staleness": 0},
     {"mode": "bounded", "staleness": 3, "quorum": "75%", "grace": 0.002},
     {"mode": "bounded", "staleness": 3, "backup": 1},
+    {"mode": "async", "wire": "int8"},
 ]
 
 
@@ -153,6 +154,22 @@ def test_each_sample_is_used_once_though_contributions_are_refused(options: dict
     with LocalCluster(3, timeout=20.0, **options) as cluster:
         cluster.run(run)
     assert sorted(used) == list(range(97))
+
+
+@pytest.mark.parametrize("options", [{"mode": "bounded", "staleness": 1}, {"mode": "async"}], ids=str)
+def test_workers_may_return_at_any_time_in_an_elastic_cluster(options: dict[str, Any]) -> None:
+    def run(worker: Worker) -> Replica:
+        replica = Replica(worker)
+        for _ in range(3 + 3 * worker.rank):
+            replica.contribute(replica.compute())
+        return replica
+
+    with LocalCluster(3, elastic=(1, 3), timeout=30.0, **options) as cluster:
+        began = time.monotonic()
+        replicas = cluster.run(run)
+        assert time.monotonic() - began < 20.0
+    for number in replicas[0].after:
+        assert len({one.after[number] for one in replicas if number in one.after}) == 1
 
 
 def test_turns_have_an_order() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from gradserver.engine.control import forming, journal, restore, sessions, subgroups
+from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -241,9 +241,9 @@ class Control:
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 
     def awaited(self, name: str) -> set[int]:
-        """Connections of members that others wait for: for a plan, a sub-group, or a learner for the end of a round."""
+        """Connections of members that others wait for: for a plan, a sub-group, a request, or the end of a round."""
         group = self.groups.get(name)
-        missing = set() if group is None else subgroups.awaited(self._registry, group)
+        missing = set() if group is None else subgroups.awaited(self._registry, group) | requests.awaited(group)
         if group is None or not (group.plans.proposals or group.learners.by_id):
             return missing
         return missing | {

@@ -167,8 +167,7 @@ def deadline(group: Group) -> float | None:
 def overdue(registry: Registry, group: Group, effects: Effects) -> None:
     """Go on without members that make no request; break a group that needs them."""
     group.requests.wait(registry.now)
-    ready = group.requests.ready(group.rounds.number)
-    missing = blockers(group) or [member_id for member_id in _with_data(group) if member_id not in ready]
+    missing = _awaited(group)
     what = f"round {group.rounds.number} waited {group.round_timeout:g} s (--round-timeout) for its request"
     if group.policy.needs_all or not missing:
         members.conflict(group, _nothing_came(group, missing), effects)
@@ -176,6 +175,21 @@ def overdue(registry: Registry, group: Group, effects: Effects) -> None:
     for member_id in missing:
         connection = group.connection_of(member_id)
         effects.evict(connection, group.left_out(member_id, what), why=what)
+
+
+def _awaited(group: Group) -> list[int]:
+    """Return the members that have to make a request, so that the next round begins."""
+    ready = group.requests.ready(group.rounds.number)
+    return blockers(group) or [member_id for member_id in _with_data(group) if member_id not in ready]
+
+
+def awaited(group: Group) -> set[int]:
+    """Return connections of members that others wait for, to make a request or to push what they were granted."""
+    if not group.policy.mode.grants or not group.requests.waiting:
+        return set()
+    if group.requests.begun == group.rounds.number:
+        return {group.connection_of(member_id) for member_id in group.requests.cohort}
+    return {group.connection_of(member_id) for member_id in _awaited(group)} if is_due(group) else set()
 
 
 def _nothing_came(group: Group, missing: Sequence[int]) -> DeadlineError:
