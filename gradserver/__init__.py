@@ -22,7 +22,7 @@ from gradserver.protocol.version import __version__ as __version__
 if TYPE_CHECKING:
     from types import FrameType
 
-    from gradserver.alone import connect as connect
+    from gradserver.alone import connect as connect, setup as setup
     from gradserver.local import LocalCluster as LocalCluster
     from gradserver.protocol.balance import (
         ThroughputTracker as ThroughputTracker,
@@ -97,9 +97,12 @@ if TYPE_CHECKING:
         unflatten as unflatten,
     )
     from gradserver.worker.torch_ddp.pacing import Balance as Balance
+    from gradserver.worker.training import Training as Training
 
 _HOME = {
     "connect": "gradserver.alone",
+    "setup": "gradserver.alone",
+    "Training": "gradserver.worker.training",
     "Worker": "gradserver.worker.client",
     "Handle": "gradserver.worker.handle",
     "Turn": "gradserver.worker.member.requests",
@@ -184,6 +187,7 @@ __all__ = [
     "StateError",
     "SyncBatchNorm",
     "ThroughputTracker",
+    "Training",
     "Turn",
     "UnexpectedMessageError",
     "UnsupportedOperationError",
@@ -197,6 +201,7 @@ __all__ = [
     "flatten",
     "is_nccl_available",
     "local_mean",
+    "setup",
     "shard_batches",
     "shard_ratios",
     "shard_sizes",

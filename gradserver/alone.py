@@ -7,10 +7,10 @@ a CUDA device and an exact wire it has the direct plane, on which its gradients 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import wraps
-from typing import ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from gradserver.engine import Engine
 from gradserver.local import Alarm, Inbox
@@ -26,6 +26,9 @@ from gradserver.worker import connect as daemons
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import UrlMissingError, Wish
 from gradserver.worker.session import Session
+
+if TYPE_CHECKING:
+    from gradserver.worker.training import Device, Module, Stepper, Training
 
 log = logging.getLogger("gradserver")
 
@@ -47,6 +50,66 @@ def _or_alone(connect: Callable[P, Worker]) -> Callable[P, Worker]:
 
 
 connect = _or_alone(daemons.connect)
+
+
+def setup(
+    model: Module,
+    optimizer: Stepper | None = None,
+    *,
+    devices: Iterable[Device] | None = None,
+    url: str | None = None,
+    group: str = "default",
+    name: str | None = None,
+    timeout: float = 60.0,
+    wire: str = "fp32",
+    plane: str | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Training:
+    """Set a module up for training: on one device, on several, or beside other workers. It says what it chose.
+
+    For example:
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        with gradserver.setup(model, optimizer) as training:
+            for inputs, targets in loader:
+                training.step(loss(training(inputs.to(training.device)), targets.to(training.device)))
+
+    The loop is the same in each case:
+
+    - With GRADSERVER_URL or ``url``, this worker joins the group there, as `connect` does, and gradients are averaged
+      over the workers. Without, it trains alone.
+    - With a launcher that starts a process for each device (`gradserver run`, torchrun, mpirun, srun), this process has
+      the device of its place on the host. Otherwise it has all CUDA devices, and each computes a part of the batch, as
+      with `DataParallel`. Without any CUDA device it has the CPU.
+
+    The module is moved to its first device. Parameters stay the same objects, so an optimizer may be made before.
+    Rank 0 writes one line to standard error: the devices, how gradients travel, and why.
+
+    Args:
+        model: module to train.
+        optimizer: its optimizer, for `Training.step`; None if the loop has its own.
+        devices: devices of this process. ``cpu:1`` stands for a CPU with memory of its own, for tests.
+        url: the coordinator's address. None takes GRADSERVER_URL; ``""`` means none.
+        group: name of the group.
+        name: name of this worker.
+        timeout: seconds to wait for the coordinator and the other workers.
+        wire: format in which gradients travel, see `connect`.
+        plane: way of the gradients, see `connect`.
+        quiet: true to write nothing.
+        options: options of `DistributedDataParallel`.
+
+    Returns:
+        The training: model, worker and devices.
+
+    Raises:
+        InvalidArgumentError: a device does not exist, the optimizer is another model's, or there are several workers
+            and no URL. `connect` and `DistributedDataParallel` have further errors.
+    """
+    from gradserver.worker.training import set_up  # imported here: connect needs no torch
+
+    joining = {"group": group, "name": name, "timeout": timeout, "wire": wire, "plane": plane}
+    return set_up(connect, model, optimizer, devices, url, quiet, joining, options)
 
 
 def train_alone(wish: Wish) -> Worker:

@@ -202,9 +202,9 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
 def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | None, name: str) -> None:
     """Raise the error of options that do not go together."""
     if plane in AMONG_MEMBERS and lateness is not None:
+        what = f"--mode {mode.name}" if mode.grants else "--quorum or --backup"
         raise InvalidArgumentError(
-            f"--plane {plane} is not possible with --quorum, --backup or --mode {mode.name}: workers that reduce among "
-            f"themselves wait for all"
+            f"--plane {plane} is not possible with {what}: workers that reduce among themselves wait for all"
         )
     if plane in AMONG_MEMBERS and policy.mean.is_robust:
         raise InvalidArgumentError(

@@ -126,6 +126,11 @@ def _own_device(torch: Any, count: int, environment: Mapping[str, str] = os.envi
     current = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if current:
         return int(current)
+    return local_place(environment, count)
+
+
+def local_place(environment: Mapping[str, str], count: int) -> int:
+    """Return which of ``count`` devices a launcher means, by the place of the process on its host; 0 without one."""
     place = next((environment[name] for name in LOCAL_VARIABLES if environment.get(name)), "0")
     return int(place) % count if place.isdecimal() else 0
 
