@@ -481,3 +481,21 @@ def test_every_way_of_gradients_leads_to_the_same_bits(channel: str) -> None:
         found = together(workers, lambda worker: train(worker, **options))
     expected = on(2, train, **options)
     assert all(same(expected[0], one) for one in found)
+
+
+@pytest.mark.gpu
+def test_modules_on_a_device_stay_alike_and_near_to_those_on_the_cpu() -> None:
+    def work(worker: Worker, device: str) -> dict[str, Tensor]:
+        module, member = Transformer().to(device), worker.rank
+        optimizer = sgd(module)
+        model = LocalSGD(module, worker, optimizer, every=EVERY, fragments=2, delay=1)
+        with model.join():
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model, *(one.to(device) for one in tokens(100 * step + member, 4))).backward()
+                optimizer.step()
+        return {name: one.cpu().clone() for name, one in model.weights().items()}
+
+    found, expected = on(2, work, "cuda"), on(2, work, "cpu")
+    assert same(*found)
+    assert distance(found[0], expected[0]) < 1e-3
