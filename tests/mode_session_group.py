@@ -21,6 +21,12 @@ from gradserver.worker.member.learner import Stage
 from gradserver.worker.turns import Turn
 from tests.session_group import Act, Doubles, Group, Node, Results
 
+ModeOf = tuple[str, int | None, int | str | None]
+"""Name of a mode, the bound of staleness, and the quorum."""
+MODES: tuple[ModeOf, ...] = (
+    *(("async", None, None), ("async", 1, None), ("async", 3, 2)),
+    *(("bounded", 0, None), ("bounded", 1, None), ("bounded", 2, "75%"), ("bounded", 4, 1)),
+)
 _UNKNOWN = 10**6
 
 
@@ -115,7 +121,7 @@ class ModeGroup(Group):
         size: int,
         buckets: Sequence[int],
         contributions: int,
-        mode: tuple[str, int | None, int | str | None],
+        mode: ModeOf,
         seed: int,
         rates: Sequence[float] = (1.0,),
         fuses: Sequence[int] = (),
@@ -172,6 +178,9 @@ class ModeGroup(Group):
         self._check_states()
         self._check_contributions()
         self._check_cohorts()
+
+    def check_entered(self) -> None:
+        """Check nothing: members may have ended before a learner came in."""
 
     def _check_states(self) -> None:
         """Check that all members have the same bits after each round, and at the end."""

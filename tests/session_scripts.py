@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
+``modes``, ``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from tests.crash_harness import Trap
 from tests.direct_session_group import DirectGroup
+from tests.mode_session_group import MODES, ModeGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
 from tests.subgroup_session_group import SubgroupGroup
@@ -120,6 +121,22 @@ def script_of_promotions(seed: int) -> Group:
     return group
 
 
+def script_of_modes(seed: int) -> ModeGroup:
+    """Make a group with rounds that do not wait for all. If ``seed`` is even, members die and join, too."""
+    chance = random.Random(seed)
+    mode, sizes = chance.choice(MODES), [chance.randint(1, 40) for _ in range(chance.randint(1, 2))]
+    rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    crashes, preemption = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))], chance.choice((0.0, 0.0, 0.05))
+    where = seed, rates, crashes, preemption
+    group = ModeGroup(chance.randint(1, 4), sizes, chance.randint(1, 5), mode, *where)
+    for _ in range(chance.randint(0, 3)):
+        group.world.at[chance.randint(0, 800)].append(partial(group.break_line, chance.randint(0, 3)))
+    for _ in range(chance.randint(0, 2)):
+        what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
+        group.world.at[chance.randint(0, 600)].append(partial(what, chance.randint(0, 3)))
+    return group
+
+
 def _act(chance: random.Random, modules: int, rounds: float = 0.6) -> Act:
     if chance.random() < rounds:
         return Act(section=chance.randrange(modules))
@@ -136,6 +153,7 @@ def check(group: Group) -> None:
 KINDS = {
     "all": script,
     "direct": script_of_direct_rounds,
+    "modes": script_of_modes,
     "parts": script_of_parts,
     "promotions": script_of_promotions,
     "splits": script_of_splits,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from random import Random
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.examples import examples
-from tests.mode_session_group import ModeGroup
+from tests.mode_session_group import MODES, ModeGroup, ModeOf
+from tests.session_scripts import check, script_of_modes
 from tests.session_world import real_code
 from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, sharded
 
@@ -20,11 +20,6 @@ def _real_code() -> Iterator[None]:
         yield
 
 
-ModeOf = tuple[str, int | None, int | str | None]
-MODES: tuple[ModeOf, ...] = (
-    *(("async", None, None), ("async", 1, None), ("async", 3, 2)),
-    *(("bounded", 0, None), ("bounded", 1, None), ("bounded", 2, "75%"), ("bounded", 4, 1)),
-)
 modes = st.sampled_from(MODES)
 worlds = st.integers(1, 4)
 buckets = st.lists(st.integers(1, 40), min_size=1, max_size=2)
@@ -98,17 +93,4 @@ def test_hundreds_of_runs_keep_all_laws(part: int) -> None:
 
 def holds_in_run(seed: int) -> None:
     """Run with losses, as ``seed`` decides: in even runs members die and join, too."""
-    chance = Random(seed)
-    mode = chance.choice(MODES)
-    rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
-    sizes = [chance.randint(1, 40) for _ in range(chance.randint(1, 2))]
-    crashes = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))]
-    preemption = chance.choice((0.0, 0.0, 0.05))
-    group = ModeGroup(chance.randint(1, 4), sizes, chance.randint(1, 5), mode, seed, rates, crashes, preemption)
-    for _ in range(chance.randint(0, 3)):
-        plan(group, {chance.randint(0, 800): [chance.randint(0, 3)]}, group.break_line)
-    for _ in range(chance.randint(0, 2)):
-        what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
-        plan(group, {chance.randint(0, 600): [chance.randint(0, 3)]}, what)
-    group.run()
-    group.check()
+    check(script_of_modes(seed))
