@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from gradserver.worker.job.job import Job as Job
     from gradserver.worker.local_sgd.wrapper import LocalSGD as LocalSGD
     from gradserver.worker.member.requests import Turn as Turn
+    from gradserver.worker.norms import clip_local_norm as clip_local_norm
     from gradserver.worker.offer import is_nccl_available as is_nccl_available
     from gradserver.worker.torch_ddp.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
@@ -115,6 +116,7 @@ _HOME = {
     "GradientExchange": "gradserver.worker.torch_ddp.blocks",
     "flatten": "gradserver.worker.torch_ddp.flatten",
     "unflatten": "gradserver.worker.torch_ddp.flatten",
+    "clip_local_norm": "gradserver.worker.norms",
     "local_mean": "gradserver.worker.torch_ddp.flatten",
     "BlockShape": "gradserver.worker.torch_ddp.flatten",
     "ThroughputTracker": "gradserver.protocol.balance",
@@ -196,6 +198,7 @@ __all__ = [
     "Worker",
     "WorkerLeftError",
     "WorkerLostError",
+    "clip_local_norm",
     "connect",
     "convert_sync_batchnorm",
     "flatten",

@@ -33,6 +33,7 @@ from gradserver.protocol.errors import ProtocolError
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.means import UNIT
 from gradserver.robust import FIRST_SCRATCH, robust_mean
+from gradserver.squares import joined, squares
 
 EXACT_PLACE: Final = ("bf16", "fp16")
 """Codecs in which an element that is not finite stays in its place, and does not spread."""
@@ -112,6 +113,7 @@ def _reduce(
     seed = seed_of(command.key.number, command.key.part, command.first)
     result = np.empty(command.nbytes, np.uint8)
     found: list[tuple[int, int]] = []
+    measured: list[float] = []
     with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
         for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
             mean = scratch(0, elements.stop - elements.start, np.float32)
@@ -128,13 +130,23 @@ def _reduce(
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
                 return None
+            if command.squares is not None:
+                measured += squares(_decoded(codec, result[piece], mean, seed + number))
             if command.digests is not None:
                 found += _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
     if owed is not None:
         owed.end(command.key.number)
     if command.digests is not None:
         command.digests.found.extend(found)
+    if command.squares is not None:
+        command.squares.extend(joined(measured))
     return result
+
+
+def _decoded(codec: Codec, piece: Array, memory: Array, seed: int) -> Array:
+    """Decode one block of a result into ``memory``, as members do."""
+    codec.decode_block(piece, memory, seed, _codecs.scratch)
+    return memory
 
 
 class _Given(NamedTuple):

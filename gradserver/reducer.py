@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -29,23 +30,27 @@ from gradserver.engine.policy import PROPAGATE, OnNonFinite
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import (
     Outcome,
+    blame,
     divide,
     first_non_finite,
     in_range,
     is_finite,
+    multiply,
+    narrow,
     scratch,
     shares_of,
     types_of,
     weigh,
+    widen,
     with_one_nan,
 )
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.digest import digest
-from gradserver.protocol.dtypes import numpy_dtype
 from gradserver.protocol.exchange import Op
-from gradserver.protocol.limits import KIB, MIB
+from gradserver.protocol.limits import KIB, MIB, SLICE_BYTES
 from gradserver.protocol.means import UNIT
 from gradserver.robust import robust_mean
+from gradserver.squares import Sum, by_slice, squares
 
 log = logging.getLogger("gradserver")
 
@@ -197,12 +202,10 @@ class _Job:
         self._op, self._dtype = operation.op, operation.dtype
         self._guarded = command.nonfinite is not PROPAGATE
         self._elements, self._stored = types_of(self._dtype, self._op)
-        numel = command.nbytes // self._stored.itemsize
-        self._member_ids = [contribution.member_id for contribution in command.contributions]
-        self._rows = [
-            None if c.payload is None else np.frombuffer(c.payload, self._stored, numel) for c in command.contributions
-        ]
-        self._weights = [contribution.weight for contribution in command.contributions]
+        numel, given = command.nbytes // self._stored.itemsize, command.contributions
+        self._member_ids = [one.member_id for one in given]
+        self._rows = [None if one.payload is None else np.frombuffer(one.payload, self._stored, numel) for one in given]
+        self._weights = [one.weight for one in given]
         self._scale = weigh(self._weights)
         self._rule = command.mean
         self.kept: Buffer | None = None
@@ -219,9 +222,13 @@ class _Job:
             self._targets.append(kept)
             self._total = kept if self._is_plain and self.blocks == 1 else None
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
+        self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
+        self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
+        if self._told is not None:
+            self._told.extend(by_slice(self._squares, self._of_slice))
         return self.kept
 
     def combine(self, block: int) -> NonFinite | None:
@@ -229,7 +236,7 @@ class _Job:
         cut = slice(block * self._step, (block + 1) * self._step)
         rows = self._rows if self.blocks == 1 else [None if row is None else row[cut] for row in self._rows]
         if self._op is _MEAN:
-            result = self._mean(rows, self._scale)
+            result = self._mean(rows, self._scale, block)
             if result is None:
                 return self._blame(rows, cut.start)
         elif self._op in _UFUNCS:
@@ -238,10 +245,16 @@ class _Job:
             result = next(row for row in rows if row is not None)
         if self._digests is not None:
             self._hash(self._digests, cut.start, zip(self._member_ids, rows, strict=True), result)
+        self._measure(result, block)
         for target in self._targets:
             if target is not result:
                 target[cut] = result
         return None
+
+    def _measure(self, result: Array, block: int) -> None:
+        """Sum up the squares of a block of a result, if that is wanted and not known."""
+        if self._squares and self._squares[block] is None:
+            self._squares[block] = squares(self._widen(result))
 
     def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
         """Hash a part before the result is written, as a target may be where a contribution lies."""
@@ -249,7 +262,9 @@ class _Job:
         hashed = [(member_id, digest(row, at)) for member_id, row in rows if row is not None]
         digests.found.extend([*hashed, (RESULT, digest(result, at))])
 
-    def _mean(self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]]) -> Array | None:
+    def _mean(
+        self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]], block: int
+    ) -> Array | None:
         """Compute the mean of a block; None if it has elements that are not finite and must not have any."""
         equal, divisor, weights = scale
         given = [(weight, row) for weight, row in zip(weights, rows, strict=True) if row is not None]
@@ -277,7 +292,7 @@ class _Job:
                 np.multiply(row, self._elements.type(weight), out=product)
                 np.add(total, product, out=total)
         divide(total, divisor)
-        if is_finite(total):
+        if self._is_finite(total, block):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
 
@@ -289,6 +304,15 @@ class _Job:
         known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded, within)
         return self._narrow(total) if known and (not self._guarded or is_finite(total)) else None
 
+    def _is_finite(self, total: Array, block: int) -> bool:
+        """Return whether a block of a mean is finite. Its sum of squares says so, if that is wanted, too."""
+        if not self._squares or not self._is_plain:
+            return is_finite(total)
+        found = squares(total)
+        if math.isfinite(found[0]):
+            self._squares[block] = found
+        return math.isfinite(found[0]) or is_finite(total)
+
     def _fold(self, rows: Sequence[Array | None]) -> Array:
         """Compute the sum, minimum, maximum or product of a block."""
         given = [None if row is None else self._widen(row) for row in rows]
@@ -297,42 +321,23 @@ class _Job:
         result = first.copy()
         for values in others:
             if self._dtype.kind == "c" and self._op is Op.PRODUCT:
-                result = _multiply(result, values)
+                result = multiply(result, values)
             else:
                 _UFUNCS[self._op](result, values, out=result)
         return self._narrow(result)
 
     def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
         """Find the first contribution to a block, in rank order, with an element that is not finite."""
-        for member_id, row in zip(self._member_ids, rows, strict=True):
-            if row is None:
-                continue
-            values = self._widen(row)
-            bad = np.flatnonzero(~np.isfinite(values))
-            if bad.size:
-                value = values[bad[0]]
-                what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
-                return NonFinite(member_id, (start + int(bad[0])) // self._parts, what)
-        return NonFinite(-1, start // self._parts, "Inf")
+        given = ((m, self._widen(row)) for m, row in zip(self._member_ids, rows, strict=True) if row is not None)
+        return blame(given, start, self._parts)
 
     def _widen(self, row: Array) -> Array:
         """Convert stored values to numbers to compute with: unchanged where the bits allow it, else a wider copy."""
-        if self._is_plain:
-            return row
-        if self._dtype.name == "complex32":
-            return row.astype(np.float32).view(self._elements)
-        if self._dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
-            bits = row.astype(np.uint32)
-            return np.left_shift(bits, 16, out=bits).view(np.float32)
-        return row.astype(self._elements)
+        return row if self._is_plain else widen(row, self._dtype, self._elements)
 
     def _narrow(self, values: Array) -> Array:
         """Convert numbers to the stored type, rounded to nearest."""
-        if self._is_plain:
-            return values
-        if self._dtype.name == "complex32":
-            return values.view(np.float32).astype(np.float16)
-        return values.astype(numpy_dtype(self._dtype)).view(self._stored)
+        return values if self._is_plain else narrow(values, self._dtype, self._stored)
 
 
 class _Sieve(_Job):
@@ -348,17 +353,19 @@ class _Sieve(_Job):
         self._spans, self._slice = command.spans, command.slice
         self._skips = command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
-        self.blocks = len(self._spans)
+        self.blocks, self._of_slice = len(self._spans), 1
+        self._squares = [None] * (0 if command.squares is None else self.blocks)
 
     def outcome(self) -> Outcome:
         """Return the result, with the findings."""
-        return Sifted(self.kept, tuple(sorted(self._findings))) if self._findings else self.kept
+        kept = super().outcome()
+        return Sifted(self.kept, tuple(sorted(self._findings))) if self._findings else kept
 
     def combine(self, block: int) -> None:
         """Write one slice of the result to all targets, if there is one."""
         start, stop = (place * self._parts for place in self._spans[block])
         rows = {place: None if row is None else row[start:stop] for place, row in enumerate(self._rows)}
-        result = self._mean(list(rows.values()), self._scale)
+        result = self._mean(list(rows.values()), self._scale, block)
         while result is None:
             bad = {place: element for place, row in rows.items() if (element := self._bad(row)) is not None}
             if not bad:
@@ -369,9 +376,10 @@ class _Sieve(_Job):
             rows = {place: row for place, row in rows.items() if place not in bad}
             if self._skips or all(row is None for row in rows.values()):
                 return
-            result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]))
+            result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]), block)
         if self._digests is not None:
             self._hash(self._digests, start, ((self._member_ids[place], row) for place, row in rows.items()), result)
+        self._measure(result, block)
         for target in self._targets:
             target[start:stop] = result
 
@@ -390,11 +398,3 @@ class _Sieve(_Job):
         for share, row in given:
             total += self._widen(row).astype(np.float64) * share
         return self._narrow(in_range(total, self._elements))
-
-
-def _multiply(left: Array, right: Array) -> Array:
-    """Multiply complex numbers: numpy's own product rounds differently at the edge of an array than in its middle."""
-    result = np.empty_like(left)
-    result.real = left.real * right.real - left.imag * right.imag
-    result.imag = left.real * right.imag + left.imag * right.real
-    return result

@@ -218,7 +218,8 @@ class Runtime:
 
     def _reduced(self, command: Reduce, outcome: Outcome) -> None:
         digests = command.digests.found if command.digests is not None else ()
-        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome, digests))
+        squares = () if command.squares is None else command.squares
+        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome, digests, squares))
 
     def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
         self._call_soon(partial(self._reduced, command, outcome))

@@ -18,6 +18,7 @@ from gradserver.protocol.limits import (
     MAX_RATE,
     MAX_SEED,
     MAX_SHARDS,
+    MAX_SLICES,
     MAX_TEXT,
     MAX_TIMEOUT,
     MAX_TOKEN,
@@ -43,6 +44,16 @@ def _key(value: Any) -> ExchangeKey:
         raise MalformedMessageError(f"expected an exchange's key, got {brief(value)}")
     stream, number, part, *peers = value
     return ExchangeKey(_stream(stream), count(number), count(part), *map(any_rank, peers))
+
+
+def _squares(value: Any) -> tuple[float, ...]:
+    if type(value) is not list or len(value) > 2 * MAX_SLICES or not set(map(type, value)) <= {float}:
+        raise MalformedMessageError(f"expected at most {2 * MAX_SLICES} floating numbers, got {brief(value)}")
+    if len(value) % 2 or any(total < 0 for total in value[::2]):
+        raise MalformedMessageError(
+            f"expected sums of squares in pairs of which no first one is negative: {brief(value)}"
+        )
+    return tuple(value)
 
 
 _stream = integer(0, LAST_STREAM)
@@ -78,6 +89,8 @@ Total = Annotated[float, Field(number(0.0, MAX_TOTAL))]
 """A sum of weights."""
 Weights = Annotated[tuple[float, ...], Field(weights)]
 """Weights of the contributions that counted, by member id; negative ones are of contributions that are not finite."""
+Squares = Annotated[tuple[float, ...], Field(_squares)]
+"""Sums of squares, two numbers for each slice: the sum, and the rest that it lacks."""
 Numel = Annotated[int, Field(integer(0, MAX_NUMEL))]
 """A number of elements or of samples."""
 Seed = Annotated[int, Field(integer(0, MAX_SEED))]

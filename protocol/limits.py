@@ -36,8 +36,9 @@ MAX_NAME_BYTES: Final = 128
 MAX_LIST: Final = 1024
 """Items of any list in a header."""
 
-MAX_SLICES: Final = 8192
-"""Slices that one message names; more than one only if they lie in shared memory. Their credit is below a slice."""
+MAX_SLICES: Final = MAX_LIST // 2
+"""Slices that one message names; more than one only if they lie in shared memory. Their credit is below a slice. A
+Result has two numbers for each."""
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256

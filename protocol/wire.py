@@ -79,8 +79,10 @@ def encode(message: Message) -> bytes:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         shared = message.placed or message.slices != 1
-        if message.nonfinite:
+        if message.squares:
             values = message
+        elif message.nonfinite:
+            values = message[:10]
         elif message.weights:
             values = message[:9]
         elif message.without:
@@ -181,6 +183,8 @@ def _quick_push(values: list[Any]) -> Push | None:
 
 def _quick_result(values: list[Any]) -> Result | None:
     count = len(values)
+    if count == 11:
+        return _quick_mean(values)
     if count != 4 and (count != 5 or values[4] is not True) and (count != 9 or values[4:8] != [1, False, False, []]):
         return None
     key, index, weight, present = values[:4]
@@ -192,7 +196,31 @@ def _quick_result(values: list[Any]) -> Result | None:
     if type(present) is not bool or (count == 9 and (type(values[4]) is not int or values[5] is not False)):
         return None
     counted = weights(values[8]) if count == 9 else ()
-    return _new(Result, (exchange, index, weight, present, 1, False, count == 5, (), counted, ()))
+    return _new(Result, (exchange, index, weight, present, 1, False, count == 5, (), counted, (), ()))
+
+
+def _quick_mean(values: list[Any]) -> Result | None:
+    """Read the result of one slice of a bucket's mean, of which nothing is missing."""
+    key, index, weight, present, slices, placed, over, without, counted, nonfinite, squares = values
+    exchange = _quick_key(key)
+    if exchange is None or not (
+        type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= MAX_TOTAL
+    ):
+        return None
+    is_plain = type(slices) is int and slices == 1 and placed is False and without == nonfinite == []
+    if (
+        not is_plain
+        or type(present) is not bool
+        or type(over) is not bool
+        or type(squares) is not list
+        or len(squares) != 2
+    ):
+        return None
+    first, rest = squares
+    if not (type(first) is type(rest) is float and first >= 0.0):
+        return None
+    own = weights(counted) if counted else ()
+    return _new(Result, (exchange, index, weight, present, 1, False, over, (), own, (), (first, rest)))
 
 
 def _quick_key(value: Any) -> ExchangeKey | None:

@@ -110,6 +110,9 @@ _of_types: Final[dict[Any, Strategy]] = {
         st.text(max_size=20) | st.integers(-(2**63), 2**63 - 1) | _texts | st.just(("worker",) * MAX_LIST),
         max_size=5,
     ),
+    tuple[float, ...]: st.lists(st.tuples(st.floats(0, allow_nan=False), st.floats(allow_nan=False)), max_size=3).map(
+        lambda pairs: tuple(number for pair in pairs for number in pair)
+    ),
     tuple[tuple[int, str], ...]: st.lists(
         st.tuples(st.integers(0, MAX_WORLD_SIZE - 1), st.text(max_size=20)), max_size=4
     ).map(tuple),

@@ -19,6 +19,8 @@ from gradserver.protocol.digest import digest
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
+from gradserver.worker.handle import Handle
+from gradserver.worker.norms import norm_of
 from tests.worker_programs import say, told
 
 Floats = npt.NDArray[np.float32]
@@ -43,6 +45,8 @@ def train(
 ) -> int:
     """Train for so many rounds, each rank with a weight of its own. Return the weights of the model.
 
+    Its steps depend on the norms that come with the means.
+
     ``after`` is called after each round, ``pushing`` before any of its pushes, and after all.
     """
     worker.agree(simple_plan([(f"b{part}", size) for part, size in enumerate(SIZES)], FLOAT32))
@@ -51,13 +55,16 @@ def train(
     name, weight = f"w{worker.rank}", 1.0 + worker.rank
     for number in range(rounds):
         pushing(number, False)
+        handles: dict[int, Handle] = {}
         for part in range(len(SIZES)) if worker.rank % 2 else reversed(range(len(SIZES))):
             gradients[part][:] = gradient(weights[part], name, number, part)
-            worker.push(part, gradients[part], weight=weight)
+            handles[part] = worker.push(part, gradients[part], weight=weight)
         pushing(number, True)
         worker.finish_round()
-        for mine, mean in zip(weights, gradients, strict=True):
-            mine -= np.float32(0.05) * mean
+        norms = {part: norm_of(n for pair in handle.squares.values() for n in pair) for part, handle in handles.items()}
+        for part, (mine, mean) in enumerate(zip(weights, gradients, strict=True)):
+            assert np.isclose(norms[part], np.linalg.norm(mean.astype(np.float64)), rtol=1e-6)
+            mine -= np.float32(0.05 + 1e-6 * norms[part]) * mean
         if number % 3 == 2:  # a collective now and then, which is cut into slices or not
             total = np.full(20_000 if number % 2 else 10, number, np.int64)
             assert (worker.all_reduce(total, op="sum") == number * worker.world_size).all()

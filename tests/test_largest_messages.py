@@ -101,6 +101,7 @@ URLS = ("u" * MAX_URL,) * (MAX_SHARDS - 1)
 TOKEN = "t" * MAX_TOKEN
 ALL = tuple(range(MAX_WORLD_SIZE))
 WEIGHTS = (MAX_WEIGHT,) * MAX_WORLD_SIZE
+SQUARES = (1.5,) * (2 * MAX_SLICES)
 PLACE = Place(MAX_COUNTER, MAX_COUNTER)
 LABEL = "l" * MAX_LABEL
 DEVICES = (Device(LABEL, LABEL, MAX_COUNTER),) * MAX_DEVICES
@@ -170,8 +171,8 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         ),
         (RoundDone(MAX_COUNTER, MAX_COUNTER, transfers), -1),
         (Push(KEY, MAX_COUNTER, MAX_WEIGHT, True, OPERATION, MAX_SLICES, PLACE, MAX_COUNTER, PLACE), -1),
-        (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS), -1),
-        (Held(MAX_COUNTER, KEY, MAX_COUNTER, 2e33, True, ALL, WEIGHTS), 1),
+        (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS, ALL, SQUARES), -1),
+        (Held(MAX_COUNTER, KEY, MAX_COUNTER, 2e33, True, ALL, WEIGHTS, SQUARES[:2]), 1),
         (Propose(TEXT, MAX_CLAIMED, TEXT, (MAX_COUNTER,) * MAX_LIST, MAX_COUNTER), 1),
         (Agreed(TEXT, MAX_COUNTER, MAX_COUNTER), 1),
         (Opens(MAX_CLAIMED, MAX_COUNTER), -1),

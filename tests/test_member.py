@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -48,6 +48,7 @@ class Waiting:
     present: bool = False
     left_alone: tuple[tuple[int, int], ...] = ()
     not_finite: NotFinite | None = None
+    squares: dict[int, tuple[float, ...]] = field(default_factory=dict)
     _open: bool = True
     _value: object = None
 

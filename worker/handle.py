@@ -43,6 +43,8 @@ class Handle(Generic[T_co]):
         left_alone: byte ranges without a contribution, in which the result is what was there before.
         not_finite: outcome for gradients that are not finite, known when done. None if there were none, and in groups
             that pass them on.
+        squares: sums of squares that came with the results of a bucket, by the first slice of each
+            (`gradserver.protocol.messages.Result`).
     """
 
     __slots__ = (
@@ -60,6 +62,7 @@ class Handle(Generic[T_co]):
         "left_alone",
         "not_finite",
         "present",
+        "squares",
         "weight",
     )
 
@@ -74,6 +77,7 @@ class Handle(Generic[T_co]):
         self.present = False
         self.left_alone: tuple[tuple[int, int], ...] = ()
         self.not_finite: NotFinite | None = None
+        self.squares: dict[int, tuple[float, ...]] = {}
         self._timeout = timeout
         self._patience: float | None = None
         self._channel = channel

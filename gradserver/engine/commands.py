@@ -86,6 +86,8 @@ class Reduce(NamedTuple):
         places: for SCATTER and ALL_TO_ALL, the place of each target's owner among those that take part.
         spans: if that is decided for each slice: its first element and the one behind its last, from ``first`` on.
         mean: the rule by which contributions to a mean are averaged.
+        squares: for a mean, the list that gets the sum of squares of each slice of the result (two numbers, see
+            `gradserver.protocol.messages.Result`); None if it is not wanted.
     """
 
     group: str
@@ -106,6 +108,7 @@ class Reduce(NamedTuple):
     places: Sequence[int] = ()
     spans: Sequence[tuple[int, int]] = ()
     mean: Mean = PLAIN
+    squares: list[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class Reduced(NamedTuple):
     """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
 
     ``digests`` are those that were asked for: of each contribution by its member id, and of the result by `RESULT`.
+    ``squares`` are those of the result: two numbers for each slice.
     """
 
     group: str
@@ -111,6 +112,7 @@ class Reduced(NamedTuple):
     slice: int
     outcome: Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
     digests: Sequence[tuple[int, int]] = ()
+    squares: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Final, NamedTuple
@@ -12,7 +13,20 @@ from gradserver.protocol.declared import Field
 from gradserver.protocol.dtypes import BY_CODE
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import EXACT, Kind, Op, Operation
-from gradserver.protocol.fields import Count, Flag, Key, Ranks, Text, Texts, Total, Weight, Weights, any_rank, count
+from gradserver.protocol.fields import (
+    Count,
+    Flag,
+    Key,
+    Ranks,
+    Squares,
+    Text,
+    Texts,
+    Total,
+    Weight,
+    Weights,
+    any_rank,
+    count,
+)
 from gradserver.protocol.limits import MAX_NUMEL, MAX_SLICES, SLICE_BYTES
 from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
@@ -126,7 +140,7 @@ class Push(NamedTuple):
             raise MalformedMessageError("a Push that names a place for its result, and none for what it gives")
 
 
-@message(6, Payloads.optional(SLICE_BYTES), shorter=(4, 5, 6, 7, 8, 9))
+@message(6, Payloads.optional(SLICE_BYTES), shorter=(4, 5, 6, 7, 8, 9, 10))
 class Result(NamedTuple):
     """The result of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
 
@@ -141,6 +155,10 @@ class Result(NamedTuple):
     What the members ``nonfinite`` gave to these slices is not finite. If the group leaves that out, the result is the
     mean of the others. If the group skips such rounds, there is no result, and nothing of the round is to be applied.
     In ``weights`` theirs are negative.
+
+    With the mean of a bucket come the ``squares`` of what members apply: two numbers for each slice. Their sum is the
+    sum of the squares of its elements. The second is the rest that rounding has left of the first. So the sum over all
+    slices is the same, rounded, however the bucket was cut. It is NaN or infinite as the elements are.
     """
 
     key: Key
@@ -153,6 +171,7 @@ class Result(NamedTuple):
     without: Ranks = ()
     weights: Weights = ()
     nonfinite: Ranks = ()
+    squares: Squares = ()
 
     def check_payloads(self, count: int) -> None:
         """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
@@ -168,6 +187,11 @@ class Taken(MessageKind):
     """The bytes of unasked results that this worker has read: `gradserver.protocol.exchange.unasked_cost` of each."""
 
     nbytes: Count
+
+
+def squares_of(squares: Sequence[float], start: int, stop: int) -> tuple[float, ...]:
+    """Return those of a `Result`'s slices from ``start`` up to ``stop``, counted from its first one."""
+    return tuple(squares[2 * start : 2 * stop])
 
 
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────────

@@ -94,7 +94,7 @@ from gradserver.protocol.checks import integer, listed, text
 from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.fields import Count, Flag, Key, Rank, Ranks, Stated, Text, Total, Weight, Weights
+from gradserver.protocol.fields import Count, Flag, Key, Rank, Ranks, Squares, Stated, Text, Total, Weight, Weights
 from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_FRAME_BYTES,
@@ -186,7 +186,7 @@ class Fetch(MessageKind):
 @message(27, Payloads.optional(SLICE_BYTES))
 @dataclass(frozen=True, slots=True)
 class Held(MessageKind):
-    """A result that this member holds, as it came: ``weight``, ``without`` and ``weights`` are those of the Result.
+    """A result that this member holds, as it came: ``weight``, ``without``, ``weights``, ``squares`` are the Result's.
 
     The payload is the result, if it is ``present``; zeros need none.
     """
@@ -198,6 +198,7 @@ class Held(MessageKind):
     present: Flag
     without: Ranks = ()
     weights: Weights = ()
+    squares: Squares = ()
 
     def check_payloads(self, count: int) -> None:
         """Raise MalformedMessageError unless there is a payload if it is present, and none else."""

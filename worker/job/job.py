@@ -34,6 +34,7 @@ from gradserver.worker.job.trained import (
     together,
     trained,
 )
+from gradserver.worker.norms import check_limit
 from gradserver.worker.torch_ddp.alike import Newcomers
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
@@ -84,6 +85,7 @@ class Job:
             be the same for all workers, and must hold the same checkpoints for all that start.
         every: number of rounds between two saves. None: save only on SIGTERM and when `save` is called.
         keep: number of checkpoints to keep in the directory.
+        clip_grad_norm: limit of the norm of each model's averaged gradients, to which `step` clips them; None: none.
 
     Attributes:
         model: the model, as given. Of several, the one that was wrapped first.
@@ -109,6 +111,7 @@ class Job:
         checkpoint: str | Path | None = None,
         every: int | None = None,
         keep: int = 2,
+        clip_grad_norm: float | None = None,
     ) -> None:
         check_every(every, checkpoint)
         if data is not None:
@@ -127,6 +130,7 @@ class Job:
         directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._saving = Saving(self._worker, self._state, directory, every)
         self._plain_steps = False
+        self._clip = check_limit(clip_grad_norm, "clip_grad_norm")
         self._looked_at = 0
         """The round in which the job last checked whether something is to be saved."""
         self._dropped: list[Trained] | None = None
@@ -185,8 +189,8 @@ class Job:
 
         In modes "bounded" and "async" it updates once for each of `DistributedDataParallel.updates`.
 
-        First ``before()`` is called, for example clipping. Then the optimizer and the scheduler step. Then ``after()``
-        is called, for example a moving average. Then the gradients are cleared.
+        First the gradients are clipped, with ``clip_grad_norm``. Then ``before()`` is called. Then the optimizer and
+        the scheduler step. Then ``after()`` is called, for example a moving average. Then the gradients are cleared.
 
         After a backward that exchanged nothing, as most do with a cadence, it does nothing.
 
@@ -256,6 +260,8 @@ class Job:
     def _update(
         self, updated: Sequence[Trained], before: Callable[[], object] | None, after: Callable[[], object] | None
     ) -> None:
+        for part in updated:
+            part.clip(self._clip)
         if before is not None:
             before()
         for part in updated:

@@ -298,16 +298,3 @@ def position_of(
     own = (data.rank, data.world_size) == (worker.rank, worker.world_size)
     changes = own and not worker._session.membership.needs_all
     return Position(data, (lambda: (worker.rank, worker.world_size)) if changes else None)
-
-
-def check_arguments(data: object, checkpoint: object, every: object) -> None:
-    """Check arguments of `gradserver.Job`, which an error names."""
-    if data is not None and not isinstance(data, ShardSampler | DataRanges):
-        raise InvalidArgumentError(
-            f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler or DataRanges: an "
-            f"object with a state_dict can go into state="
-        )
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise InvalidArgumentError(f"every is {every!r}, and must be a number of rounds, at least 1")
-    if every is not None and checkpoint is None:
-        raise UsageError("every= says when to save, and not where: Job(…, checkpoint=DIRECTORY)")

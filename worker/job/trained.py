@@ -102,6 +102,11 @@ class Trained:
         if self.scheduler is not None:
             self.scheduler.step()
 
+    def clip(self, limit: float | None) -> None:
+        """Clip its mean gradients to this norm, unless it is None."""
+        if limit is not None:
+            self.synchronous.clip_grad_norm_(limit)
+
     def clear(self) -> None:
         """Drop its gradients."""
         self.optimizer.zero_grad()

@@ -382,6 +382,8 @@ class Exchange:
         waiter = self.handle
         waiter.present |= result.present
         waiter.weight = max(waiter.weight, result.weight)  # slices differ if a member died in between
+        if result.squares:
+            waiter.squares[result.slice] = result.squares
 
     @property
     def done(self) -> bool:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, PERSONAL, PORTIONED, ROOTED, Kind, Op, gets, is_state
 from gradserver.protocol.messages import Result
+from gradserver.protocol.messages.data import squares_of
 from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.identity import Identity
@@ -121,7 +122,8 @@ class Inventory:
         for index, (result, payload, _) in self.retained.of_bucket(exchange.key).items():
             if not exchange.start <= index < exchange.stop:
                 continue
-            result = result._replace(slice=index, slices=1)
+            own = squares_of(result.squares, index - result.slice, index + 1 - result.slice)
+            result = result._replace(slice=index, slices=1, squares=own)
             heed(exchange, index, result)
             exchange.write(result, payload)
             exchange.settle(index, index + 1)

@@ -19,6 +19,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, PERSONAL, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
+from gradserver.protocol.messages.data import squares_of
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, pack_spans
 from gradserver.worker.member.donor import nobody_takes_it
 from gradserver.worker.member.inventory import Inventory
@@ -148,7 +149,9 @@ class Recovery:
             raise MalformedMessageError(f"a Fetch of slice {message.slice} of {tuple(message.key)}, which is not held")
         result, payload, _ = kept
         what = message.generation, message.key, message.slice
-        return Held(*what, result.weight, result.present, result.without, result.weights), payload
+        place = message.slice - result.slice
+        own = squares_of(result.squares, place, place + 1)
+        return Held(*what, result.weight, result.present, result.without, result.weights, own), payload
 
     def stands(self, shard: ShardTraffic, number: int) -> bool:
         """Begin anew at ``shard``, in round ``number``, with what has no result. Return true if all shards stand now.

@@ -26,12 +26,14 @@ class Waiter(Protocol):
         present: whether some worker contributed data.
         left_alone: byte ranges without a contribution, in which the result is what was there before.
         not_finite: outcome for gradients that are not finite; None if there were none.
+        squares: sums of squares that came with results, by the first slice of each (`Result`).
     """
 
     weight: float
     present: bool
     left_alone: tuple[tuple[int, int], ...]
     not_finite: NotFinite | None
+    squares: dict[int, tuple[float, ...]]
     _open: bool
     _value: object
 

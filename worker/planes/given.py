@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -41,3 +41,4 @@ class DirectOutcome:
     present: bool = True
     left_alone: tuple[tuple[int, int], ...] = ()
     not_finite: NotFinite | None = None
+    squares: dict[int, tuple[float, ...]] = field(default_factory=dict)

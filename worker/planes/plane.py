@@ -24,12 +24,14 @@ class Outcome(Protocol):
         present: true if some member contributed data.
         left_alone: byte ranges without a contribution, in which the result is what was there before.
         not_finite: outcome for gradients that are not finite; None if there were none.
+        squares: sums of squares that came with results, by the first slice of each; none on the direct plane.
     """
 
     weight: float
     present: bool
     left_alone: tuple[tuple[int, int], ...]
     not_finite: NotFinite | None
+    squares: dict[int, tuple[float, ...]]
 
 
 class Kept(Protocol):

@@ -220,7 +220,7 @@ class Backward:
     @property
     def _all_at_end(self) -> bool:
         """True if nothing is pushed before the end of backward."""
-        waits = self._options.delay_all_reduce or not self.leads or self._defers
+        waits = self._options.delay_all_reduce or not self.leads or self._defers or self._options.clips_own
         return waits or (self._options.static_graph and not self._graph.learned)
 
     def _count(self, index: int, slot: Slot) -> None:

@@ -38,7 +38,7 @@ class BucketHandle(Handle[None]):
     def settle(self, outcome: Outcome) -> None:
         """Take the outcome, and be done."""
         self.weight, self.present = outcome.weight, outcome.present
-        self.left_alone, self.not_finite = outcome.left_alone, outcome.not_finite
+        self.left_alone, self.not_finite, self.squares = outcome.left_alone, outcome.not_finite, outcome.squares
         self._complete()
 
 

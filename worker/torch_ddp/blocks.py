@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
 from gradserver.worker.data.sharding import whole_number
 from gradserver.worker.handle import Handle
+from gradserver.worker.norms import check_limit, clip_factor, norm_of, scale, squares_in
 from gradserver.worker.tensors import is_torch
 from gradserver.worker.torch_ddp.flatten import (
     COMPONENT_NAMES,
@@ -83,10 +85,13 @@ class GradientExchange:
         device: device of the gradients, the same kind on all workers; None for the CPU. On the direct plane, gradients
             on a CUDA device stay there. Gradients that are elsewhere are copied.
         wire: codecs by bucket, as in `DistributedDataParallel`. Keys are ``block.0`` and so on, and the names above.
+        clip_grad_norm: limit of the norm of all means together, to which `finish` clips them. None: none.
 
     Attributes:
         step: the step that is open.
         plan: the content of a step's exchange.
+        grad_norm: norm of all means of the last step together, before clipping; NaN if the step was skipped.
+        grad_norms: norm of each bucket's mean, by its key.
 
     Raises:
         PlanMismatchError: the workers' sizes differ. The error names the first different component.
@@ -108,6 +113,7 @@ class GradientExchange:
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
         device: Any = None,
+        clip_grad_norm: float | None = None,
     ) -> None:
         self._worker = worker
         self._timeout = timeout
@@ -115,6 +121,10 @@ class GradientExchange:
         self._sizes = _per_block(component_sizes, self._num_blocks)
         self._given: list[list[Any]] = []
         """The buckets pushed in this step."""
+        self._handles: dict[str, tuple[Handle, Any]] = {}
+        """Handles of these buckets, and where their means are."""
+        self._clip = check_limit(clip_grad_norm, "clip_grad_norm")
+        self.grad_norm, self.grad_norms = math.nan, dict[str, float]()
         self.step = whole_number(step, "step")
         element = dtype_of(dtype)
         buckets = [
@@ -228,10 +238,32 @@ class GradientExchange:
         else:
             self._rounds.finish(timeout)
         given, self._given = self._given, []
+        handles, self._handles = self._handles, {}
+        self._take_norms(handles)
         if self._worker.skipped:
             for part in (part for parts in given for part in parts):
                 _clear(part)
+        elif self._clip is not None and (factor := clip_factor(self.grad_norm, self._clip)) is not None:
+            for part in (part for parts in given for part in parts):
+                scale(part, factor)
         self.step += 1
+
+    def _take_norms(self, handles: Mapping[str, tuple[Handle, Any]]) -> None:
+        """Take the norms of a step that is over, which came with its results."""
+        if self._worker.skipped:
+            self.grad_norm, self.grad_norms = math.nan, dict.fromkeys(handles, math.nan)
+            return
+        found = {key: [n for pair in handle.squares.values() for n in pair] for key, (handle, _) in handles.items()}
+        means = {key: data for key, (handle, data) in handles.items() if handle.present and not handle.squares}
+        if means:  # of the direct plane, where members compute them, and may round differently
+            found.update((key, [squares_in(data)]) for key, data in means.items())
+            if self._clip is not None:
+                keys = sorted(found)
+                largest = np.array([math.fsum(found[key]) for key in keys])
+                self._worker.all_reduce(largest, op="max")
+                found = {key: [float(squares)] for key, squares in zip(keys, largest, strict=True)}
+        self.grad_norms = {key: norm_of(squares) for key, squares in found.items()}
+        self.grad_norm = norm_of(number for squares in found.values() for number in squares)
 
     @property
     def skipped(self) -> bool:
@@ -270,6 +302,7 @@ class GradientExchange:
         else:
             handle = self._rounds.push(bucket, data, weight)
         self._given.append(parts)
+        self._handles[key] = handle, data
         if data is not gradient:
             handle.then(lambda: _write_back(data, parts))
         return handle

@@ -17,8 +17,10 @@ from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
+from gradserver.worker.norms import check_limit
 from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
+from gradserver.worker.torch_ddp.clipping import WithNorms
 from gradserver.worker.torch_ddp.grouping import described
 from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
@@ -29,7 +31,7 @@ Step = Callable[[], object] | Optimizer
 """The part of a training loop after backward: an optimizer, or a function that steps one."""
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(WithNorms, nn.Module):
     """Wrapper of a module: ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
     For example:
@@ -97,9 +99,8 @@ class DistributedDataParallel(nn.Module):
             workers must then have loaded the same values; their digests are compared. That is quicker if most weights
             are frozen.
         timeout: seconds that one exchange may wait for others. None takes the worker's.
-        device_ids: known from torch's wrapper, and not needed. A module is exchanged on its own device. This argument
-            may name only that device.
-        output_device: known from torch's wrapper, and not needed. It may name only the module's own device.
+        device_ids: known from torch's wrapper, and not needed. It may name only the module's own device.
+        output_device: known from torch's wrapper, and not needed, too.
         process_group: known from torch's wrapper, and refused: the group is the worker's.
         wire: formats of single buckets, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The others travel
             in the format given to `gradserver.connect`. Keys are those of ``plan``.
@@ -108,6 +109,9 @@ class DistributedDataParallel(nn.Module):
         balance: for unequal workers: batches with sizes that follow from what is measured. A `BalancedSampler` or
             `DataRanges` of this worker, or a `gradserver.Balance` of one with further options. Gradients weigh as much
             as the batch has samples.
+        clip_grad_norm: limit of the norm of the averaged gradients, before ``backward()`` returns (`clip_grad_norm_`).
+        max_grad_norm: limit of the norm of what this worker gives, before it is weighed and averaged. With it nothing
+            is exchanged before the end of backward, when that norm is known.
 
     Attributes:
         module: the wrapped module.
@@ -121,6 +125,8 @@ class DistributedDataParallel(nn.Module):
         InvalidArgumentError: the module or an option is not possible. LayoutError and DTypeError are among these
             errors.
     """
+
+    _rounds: Rounds
 
     def __init__(
         self,
@@ -142,6 +148,8 @@ class DistributedDataParallel(nn.Module):
         wire: Mapping[str, str] | None = None,
         cadence: CadenceOptions | bool = False,
         balance: Balance | BalancedSampler | DataRanges | None = None,
+        clip_grad_norm: float | None = None,
+        max_grad_norm: float | None = None,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         process_group: object | None = None,
@@ -162,6 +170,8 @@ class DistributedDataParallel(nn.Module):
             timeout=timeout,
             wire=wire or {},
             pacing=pacing_of(worker, cadence, balance),
+            clip_grad_norm=check_limit(clip_grad_norm, "clip_grad_norm"),
+            max_grad_norm=check_limit(max_grad_norm, "max_grad_norm"),
         )
         self.module = module
         self.worker = worker
@@ -370,10 +380,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def exchange_seconds(self) -> float:
-        """Seconds that the thread which calls ``backward()`` has spent pushing and waiting so far.
-
-        (On CUDA another thread pushes, and its time does not count.)
-        """
+        """Seconds that the thread which calls ``backward()`` has spent so far, pushing (not on CUDA) and waiting."""
         return self._rounds.seconds
 
     @property

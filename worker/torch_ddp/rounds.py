@@ -26,6 +26,7 @@ from gradserver.worker.torch_ddp.buckets import (
     sender_spec,
     used_spec,
 )
+from gradserver.worker.torch_ddp.clipping import MeanNorms, clip_own
 from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
@@ -56,6 +57,13 @@ class Options:
     timeout: float | None = None
     wire: Mapping[str, str] = field(default_factory=dict)
     pacing: Pacing | None = None
+    clip_grad_norm: float | None = None
+    max_grad_norm: float | None = None
+
+    @property
+    def clips_own(self) -> bool:
+        """True if what this worker gives is clipped: nothing of it goes before its norm is known."""
+        return self.max_grad_norm is not None
 
     @property
     def tracks_used(self) -> bool:
@@ -80,6 +88,8 @@ class Rounds:
         total_weight: sum of the weights of the last round.
         skipped: true if the last round must not be applied, as gradients of a member were not finite.
         left_out: true if gradients of this worker in it were not finite, and did not count.
+        norms: norms of the last round's means.
+        own_norm: norm of what this worker gave to it before that was clipped; None unless it clips that.
     """
 
     def __init__(
@@ -128,6 +138,10 @@ class Rounds:
         self.seconds = 0.0
         self.skipped = self.left_out = False
         self.total_weight = 0.0
+        self.norms = MeanNorms(worker, self.gradients)
+        self.own_norm: float | None = None
+        self._clipped: dict[int, bool] = {}
+        """Buckets that have what this worker gives, clipped, and if they have any."""
         self._unpushed: set[int] = set()
         self._round_weight: float | None = None
         self._leaves = self._abandoned = False
@@ -163,8 +177,8 @@ class Rounds:
         self._count, self._foreseen, self._leaves = count, foreseen, leaves
         if self.pacing is not None:
             self.pacing.open(count, self.weight)
-        is_divided = self._is_mean and count > 1
-        self._factor = None if is_divided else self._plane.factor(self._own_weight)
+        is_changed = (self._is_mean and count > 1) or self._options.clips_own
+        self._factor = None if is_changed else self._plane.factor(self._own_weight)
         if self._factor is not None:
             for bucket in self.gradients:
                 bucket.vacate(partial(self.new_memory, bucket))
@@ -221,7 +235,7 @@ class Rounds:
                 present = present and bucket.scale(factor)
                 kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self.new_memory, bucket))
             elif present:
-                present = self._take_all(bucket)
+                present = self._clipped.pop(index) if index in self._clipped else self._take_all(bucket)
             self._plane.push(index, bucket.flat, weight, present, kept)
             self._unpushed.discard(index)
 
@@ -249,6 +263,8 @@ class Rounds:
         """Push the rest, wait for every result and hand them out. Return true if any worker took part with a weight."""
         if self.pacing is not None:
             self.pacing.computed()
+        if self._options.max_grad_norm is not None and not (self._abandoned or self._leaves):
+            self._clip_own(self._options.max_grad_norm)
         for index in sorted(self._unpushed):
             self.push(index)
         with self._timed():
@@ -261,10 +277,18 @@ class Rounds:
             self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
             self.total_weight = handles[0].weight
             self._hand_out(handles)
+            self.norms.take(handles, self.skipped)
+            if self._options.clip_grad_norm is not None:
+                self.norms.clip(self._options.clip_grad_norm)
         anybody = handles[0].weight > 0.0 or handles[0].not_finite is not None
         if self.pacing is not None:
             self.pacing.arrived(self._pace, anybody)
         return anybody
+
+    def _clip_own(self, limit: float) -> None:
+        """Clip what this worker gives, by its norm over all buckets."""
+        self._clipped = {index: self._take_all(bucket) for index, bucket in enumerate(self.gradients)}
+        self.own_norm = clip_own([bucket.flat for bucket in self.gradients], limit)
 
     def _open(self) -> float:
         """Return this worker's weight in the round. The first call pushes what does not wait for gradients."""

@@ -17,6 +17,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, unasked_cost
 from gradserver.protocol.means import PLAIN
 from gradserver.protocol.messages import Result
+from gradserver.protocol.messages.data import squares_of
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 _FIRST, _NONE, _MEAN = Op.FIRST, Op.NONE, Op.MEAN
@@ -59,10 +60,12 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     digests, nonfinite, memory = None, PROPAGATE, None  # a collective carries any number, and has no next round
     spans: Sequence[tuple[int, int]] = ()
     mean = PLAIN
+    squares: list[float] | None = None
     if key.stream == BUCKET:
         nonfinite = group.order.nonfinite
         if operation.op is _MEAN:
             mean = group.order.mean
+            squares = [] if operation.kind is Kind.ALL_REDUCE else None
             if nonfinite is not HALT and nonfinite is not PROPAGATE:
                 spans = _spans(exchange, piece)
         if operation.is_lossy:
@@ -71,7 +74,9 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
             digests = Digests(group.places[key.part], [])
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(*where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean)
+    reduction = Reduce(
+        *where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean, squares
+    )
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
@@ -99,17 +104,18 @@ def answer(
     now: float,
     effects: Effects,
     findings: Sequence[Finding] = (),
+    squares: Sequence[float] = (),
 ) -> None:
     """Send all members the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
 
     The payload of a `PORTIONED` operation is a tuple, with the result of each participant. ``findings`` name the
-    contributions to each slice that do not count. In a durable group a result waits for those of earlier slices. So
-    members hold a prefix of each bucket.
+    contributions to each slice that do not count, and ``squares`` are those of the result. In a durable group a result
+    waits for those of earlier slices. So members hold a prefix of each bucket.
     """
     if group.order.durable and exchange.key.stream == BUCKET and exchange.keeps_back(piece):
-        exchange.keep_back(piece, payload, findings)
+        exchange.keep_back(piece, payload, findings, squares)
         return
-    _send(group, exchange, piece, payload, findings, now, effects)
+    _send(group, exchange, piece, payload, findings, squares, now, effects)
     if exchange.made:
         for later in exchange.release():
             _send(group, exchange, *later, now, effects)
@@ -121,6 +127,7 @@ def _send(
     piece: Piece,
     payload: Payload,
     findings: Sequence[Finding],
+    squares: Sequence[float],
     now: float,
     effects: Effects,
 ) -> None:
@@ -130,9 +137,10 @@ def _send(
     if findings:
         for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
             is_last = over and part.stop == piece.stop
-            _tell(group, exchange, part, part_payload, nonfinite, is_last, acknowledged, effects)
+            own = squares_of(squares, part.start - piece.start, part.stop - piece.start)
+            _tell(group, exchange, part, part_payload, nonfinite, own, is_last, acknowledged, effects)
     else:
-        _tell(group, exchange, piece, payload, (), over, acknowledged, effects)
+        _tell(group, exchange, piece, payload, (), squares, over, acknowledged, effects)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     effects.commands += acknowledged
     group.traffic.answer(piece.stop - piece.start)
@@ -161,6 +169,7 @@ def _tell(
     piece: Piece,
     payload: Payload,
     nonfinite: tuple[int, ...],
+    squares: Sequence[float],
     over: bool,
     acknowledged: list[Command],
     effects: Effects,
@@ -180,7 +189,8 @@ def _tell(
         weights = tuple(-own if member_id in nonfinite else own for member_id, own in enumerate(weights))
 
     def result(present: bool, slices: int, is_placed: bool) -> Result:
-        return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite)
+        own = tuple(squares[: 2 * slices]) if present else ()
+        return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite, own)
 
     placed = empty = None  # made when a member is to get them: most often all get the same one
     travels: list[tuple[Result, Sequence[Buffer]]] = []
@@ -204,7 +214,7 @@ def _tell(
         if parts is not None:
             effects.send(connection, result(True, 1, False), (parts[member_id],))
             continue
-        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole)
+        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole, squares)
         for one, payloads in travels:
             effects.send(connection, one, payloads)
     if sent:
@@ -212,7 +222,7 @@ def _tell(
     if listening := group.listeners.of(exchange, piece):
         if payload is None:
             travels = [(empty or result(False, stop - start, False), ())]
-        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole)
+        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole, squares)
         _send_unasked(group, listening, travels, effects)
 
 
@@ -266,7 +276,9 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     effects.report(RoundCompleted(group.order.group, record, told=over))
 
 
-def _by_slice(layout: Layout, piece: Piece, first: Result, payload: Buffer) -> list[tuple[Result, Sequence[Buffer]]]:
+def _by_slice(
+    layout: Layout, piece: Piece, first: Result, payload: Buffer, squares: Sequence[float]
+) -> list[tuple[Result, Sequence[Buffer]]]:
     """Cut the results of ``piece`` for members that get them as payloads; ``first`` is that of its first slice."""
     if piece.stop - piece.start == 1:
         return [(first, (payload,))]
@@ -274,7 +286,8 @@ def _by_slice(layout: Layout, piece: Piece, first: Result, payload: Buffer) -> l
     results: list[tuple[Result, Sequence[Buffer]]] = []
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        one = first._replace(slice=index, over=first.over and index + 1 == piece.stop)
+        own = squares_of(squares, index - piece.start, index + 1 - piece.start)
+        one = first._replace(slice=index, over=first.over and index + 1 == piece.stop, squares=own)
         results.append((one, (view[at : at + size],)))
         at += size
     return results

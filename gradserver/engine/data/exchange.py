@@ -59,6 +59,15 @@ class Piece(NamedTuple):
     given: dict[int, Run]
 
 
+class Made(NamedTuple):
+    """A result that waits for those in front of it, with what is told with it."""
+
+    piece: Piece
+    payload: Payload
+    findings: Sequence[Finding]
+    squares: Sequence[float]
+
+
 @dataclass(slots=True)
 class Exchange:
     """One exchange that has begun."""
@@ -95,7 +104,7 @@ class Exchange:
     before: Mapping[int, int] = field(default_factory=lambda: _NOBODY)
     """Number of settled slices in which each counted."""
     reducing: dict[int, Piece] = field(default_factory=dict)
-    made: Mapping[int, tuple[Piece, Payload, Sequence[Finding]]] = field(default_factory=lambda: _NOTHING)
+    made: Mapping[int, Made] = field(default_factory=lambda: _NOTHING)
     """Results that came before those of slices in front of them, which go first in a durable group."""
     answered: int = 0
     last: int = -1
@@ -242,11 +251,11 @@ class Exchange:
         """Tell whether a reduction in front of ``piece`` is under way."""
         return bool(self.reducing) and min(self.reducing) < piece.start
 
-    def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding]) -> None:
+    def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding], squares: Sequence[float]) -> None:
         """Keep a result until the results in front of it are there."""
-        self.made = {**self.made, piece.start: (piece, payload, findings)}
+        self.made = {**self.made, piece.start: Made(piece, payload, findings, squares)}
 
-    def release(self) -> list[tuple[Piece, Payload, Sequence[Finding]]]:
+    def release(self) -> list[Made]:
         """Take the results that were kept back and have none in front of them any more."""
         before = min(self.reducing, default=self.stop)
         ready = [self.made[start] for start in sorted(self.made) if start < before]
@@ -303,7 +312,7 @@ class Exchange:
         """Yield every contribution that is here and not answered, with its member id."""
         for member_id, runs in self.runs.items():
             yield from ((member_id, run._replace(start=max(run.start, self.complete))) for run in runs)
-        for piece in (*self.reducing.values(), *(piece for piece, _, _ in self.made.values())):
+        for piece in (*self.reducing.values(), *(made.piece for made in self.made.values())):
             yield from piece.given.items()
 
     def writes(self) -> bool:

@@ -262,7 +262,7 @@ class Data:
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
             if payload is None and (findings or not isinstance(outcome, Sifted)):
                 payload = b""  # it is in members' memory
-            answer(group, exchange, piece, payload, now, effects, findings)
+            answer(group, exchange, piece, payload, now, effects, findings, event.squares)
 
     def _blame(
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects

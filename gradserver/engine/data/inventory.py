@@ -21,9 +21,9 @@ from gradserver.protocol.exchange import BUCKET, TRANSFER, ExchangeKey
 from gradserver.protocol.limits import MAX_SLICES, MAX_WORLD_SIZE
 from gradserver.protocol.messages.recovery import Holding, State, unpack_spans
 
-_MAX_LOOSE: Final = 16 * MAX_SLICES
+_MAX_LOOSE: Final = 256 * MAX_SLICES
 """Slices of collectives and transfers that one member can speak of."""
-_MAX_BEFORE: Final = 16 * MAX_SLICES
+_MAX_BEFORE: Final = 256 * MAX_SLICES
 """Slices of buckets, of rounds before its own, that one member can speak of."""
 
 

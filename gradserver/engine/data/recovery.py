@@ -65,10 +65,11 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op
 from gradserver.protocol.finite import is_finite
-from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Standing, State
 
+_MOST_LATE: Final = 8192
+"""Rounds that a member may be behind the others where members can be late."""
 _MAX_ASKED: Final = 16
 """Results that are on their way from their holders: so many are in memory at most."""
 
@@ -124,9 +125,8 @@ def held(group: Group, member_id: int, message: Held, payload: Buffer | None, ef
     if payload is not None:
         _check_held(group, recovery.holders[member_id], member_id, place, payload)
     nonfinite = tuple(member_id for member_id, weight in enumerate(message.weights) if weight < 0)
-    result = Result(
-        *place, message.weight, message.present, 1, False, False, message.without, message.weights, nonfinite=nonfinite
-    )
+    told = message.without, message.weights, nonfinite, message.squares
+    result = Result(*place, message.weight, message.present, 1, False, False, *told)
     recovery.receive(place, result, () if payload is None else (payload,))
     for lacking, ready, payloads in recovery.hand_on():
         effects.send(group.members.connections[lacking], ready, payloads)
@@ -217,7 +217,7 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
             effects,
         )
         return
-    most = MAX_SLICES if group.order.lateness is not None else 1
+    most = _MOST_LATE if group.order.lateness is not None else 1
     late = [member_id for member_id, holder in holders.items() if holder.round < present - most]
     if late:
         _leave_out(
