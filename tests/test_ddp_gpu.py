@@ -285,3 +285,34 @@ def test_a_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(UsageError, match="wrap what that returns"):
             model(inputs)
         loss_of(model, inputs, targets).backward()
+
+
+def test_unequal_workers_are_measured_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers share the device: what counts is that events give times, and that nothing waits for the device."""
+
+    def paced(worker: Worker) -> tuple[list[Any], dict[str, Tensor]]:
+        cadence = gradserver.CadenceOptions(anchor=2, max_anchor=4)
+        model = DistributedDataParallel(Transformer().cuda(), worker, cadence=cadence)
+        optimizer = sgd(model)
+        decisions: list[Any] = []
+        while len(decisions) < STEPS:
+            shard = (tensor[worker.rank :: worker.world_size].cuda() for tensor in tokens(len(decisions), ROWS))
+            loss_of(model, *shard).backward()
+            if model.exchanged:
+                optimizer.step()
+                optimizer.zero_grad()
+                pacing = model.pacing
+                assert pacing is not None
+                decisions.append((pacing.counts, [pacing._pace.rule.speed(one) for one in (0, 1)]))
+        return decisions, state_of(model.module)
+
+    def wait(*_: object) -> None:
+        raise AssertionError("the device was waited for")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    with LocalCluster(2) as cluster:
+        (first, weights), (second, others) = cluster.run(paced)
+
+    assert first == second
+    assert min(first[-1][1]) > 0, "both were measured"
+    assert same(weights, others)

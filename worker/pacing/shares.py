@@ -28,6 +28,9 @@ class Rule(Protocol):
     def terms(self) -> str:
         """The rule's options, which are the same at all members."""
 
+    def speed(self, member_id: int) -> float:
+        """Return the units of work of a member in a second; 0 if that is not known."""
+
     def write(self, table: Table) -> None:
         """Fill in what was decided."""
 
