@@ -39,7 +39,7 @@ demo: $(STAMP) ## Train a small language model with two workers and a coordinato
 test: $(STAMP) ## Run the tests, apart from the long ones
 	$(BIN)/pytest -m "not long" --numprocesses 3 --dist worksteal $(TEST_ARGS)
 
-test-long: $(STAMP) ## Run the long tests, and property tests with ten times the examples
+test-long: $(STAMP) ## Run the long tests, and property tests with sixteen times the examples
 	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt), in .venv-lowest

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+import tests.without_compiler.sitecustomize  # noqa: F401 (the first optimizer of each process would import it all)
 from tests.examples import examples
 
 if TYPE_CHECKING:

@@ -36,12 +36,12 @@ LOADED = {
         "gradserver.cli",
         "gradserver.worker.connect",
         "gradserver.worker.job.job",
+        "tests.without_compiler.sitecustomize",
         "torch",
         "torch.utils.data",
-        "torch._dynamo",
     ),
 }
-"""The imports of each fork server, and what these import. The first optimizer of a process imports torch._dynamo."""
+"""The imports of each fork server, and what these import."""
 
 # ── as tests use it ───────────────────────────────────────────────────────────────────────────────────
 
@@ -61,8 +61,8 @@ class Child:
     def __init__(self, fate: Fate, ends: Sequence[int]) -> None:
         self.pid = fate.pid
         self.stdin: IO[str] = open(ends[0], "w", buffering=1)  # noqa: SIM115 (its owner closes it)
-        self.stdout: IO[str] = open(ends[1])  # noqa: SIM115
-        self.stderr: IO[str] = open(ends[2])  # noqa: SIM115
+        self.stdout: IO[str] = open(ends[1], newline="\n")  # noqa: SIM115
+        self.stderr: IO[str] = open(ends[2], newline="\n")  # noqa: SIM115
         self._fate = fate
 
     def poll(self) -> int | None:

@@ -26,8 +26,8 @@ from tests.worker_programs import say, told
 Floats = npt.NDArray[np.float32]
 Training = Callable[[Worker, int, Callable[[int], None], Callable[[int, bool], None]], int]
 
-SIZES = (16_384, 3 * 262_144 + 1000, 100, 20_000)
-"""Elements of each bucket: less than a slice, several, next to nothing."""
+SIZES = (16_384, 262_144 + 1000, 100, 20_000)
+"""Elements of each bucket: less than a slice, more than one, next to nothing."""
 
 
 def gradient(weights: Floats, name: str, number: int, part: int) -> Floats:

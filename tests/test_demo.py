@@ -34,6 +34,7 @@ from gradserver.tools.demo.processes import Processes
 from gradserver.tools.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
 from gradserver.tools.demo.settings import TOLERANCE, Settings
 from gradserver.tools.demo.train import mean_loss, train
+from tests.cluster import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = Settings.quick(workers=2, batch=3, steps=6, seed=1)
@@ -52,22 +53,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"}
 
 
+def output_of(out: Path, *options: str, seconds: float = 100.0) -> str:
+    """Return the output of a demo that has passed."""
+    with Program(
+        "-m", "gradserver", "demo", "--out", str(out), *options, environment=environment(), loaded="torch"
+    ) as ran:
+        status = ran.end(seconds)
+        said = "".join(f"{line}\n" for line in ran.output())
+        assert status == 0, "\n".join([said, *ran.complaints()])
+    return said
+
+
 def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        command(tmp_path / "out", "--steps", "12"),
-        env=environment(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "\x1b" not in ran.stdout
-    assert "\r" not in ran.stdout
-    assert not [line for line in ran.stdout.replace(str(tmp_path), "").splitlines() if len(line) > 79]
-    digest = re.search(r"ok  weights +identical +SHA-256 (\w{32})\.\.\.", ran.stdout)
+    said = output_of(tmp_path / "out", "--quick", "--steps", "12")
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert not [line for line in said.replace(str(tmp_path), "").splitlines() if len(line) > 79]
+    digest = re.search(r"ok  weights +identical +SHA-256 (\w{32})\.\.\.", said)
     assert digest
-    assert re.search(r"ok  loss curve +same +difference \S+ \(step \d+, tolerance 1e-04\)", ran.stdout)
-    assert "PASS  2 workers trained like one process with 2 times the batch." in ran.stdout
+    assert re.search(r"ok  loss curve +same +difference \S+ \(step \d+, tolerance 1e-04\)", said)
+    assert "PASS  2 workers trained like one process with 2 times the batch." in said
 
     picture = (tmp_path / "out" / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
@@ -87,20 +92,13 @@ def test_demo_passes_and_leaves_its_results(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_came(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        command(tmp_path / "out", "--steps", "12", "--wire", "topk:0.1"),
-        env=environment(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert not [line for line in ran.stdout.replace(str(tmp_path), "").splitlines() if len(line) > 79]
-    assert "gradients travel as topk:0.1, with error feedback" in ran.stdout
-    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", ran.stdout)
-    assert re.search(r"ok  loss curve +lossy +difference \S+ \(step \d+\)", ran.stdout)
-    assert "PASS  2 workers have identical replicas, trained with topk:0.1." in ran.stdout
-    assert re.search(r'connect\("tcp://COORDINATOR:7411",\n +wire="topk:0.1"\)', ran.stdout)
+    said = output_of(tmp_path / "out", "--quick", "--steps", "12", "--wire", "topk:0.1")
+    assert not [line for line in said.replace(str(tmp_path), "").splitlines() if len(line) > 79]
+    assert "gradients travel as topk:0.1, with error feedback" in said
+    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", said)
+    assert re.search(r"ok  loss curve +lossy +difference \S+ \(step \d+\)", said)
+    assert "PASS  2 workers have identical replicas, trained with topk:0.1." in said
+    assert re.search(r'connect\("tcp://COORDINATOR:7411",\n +wire="topk:0.1"\)', said)
     with (tmp_path / "out" / "losses.csv").open() as stream:
         rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
     apart = max(abs(row["loss_workers"] / row["loss_one_process"] - 1) for row in rows)
@@ -110,20 +108,13 @@ def test_demo_over_a_lossy_wire_holds_replicas_together_and_says_how_near_it_cam
 
 def run_with_churn(out: Path, *options: str, seconds: float) -> str:
     """Return the output of a demo that kills workers. It has passed, and left what belongs to it."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "gradserver", "demo", "--out", str(out), *options],
-        env=environment(),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=seconds,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert not [line for line in ran.stdout.replace(str(out), "").splitlines() if len(line) > 79]
-    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", ran.stdout)
-    assert re.search(r"ok  samples +each once +([\d,]+) of \1", ran.stdout)
+    said = output_of(out, *options, seconds=seconds)
+    assert not [line for line in said.replace(str(out), "").splitlines() if len(line) > 79]
+    assert re.search(r"ok  weights +identical +SHA-256 \w{32}\.\.\.", said)
+    assert re.search(r"ok  samples +each once +([\d,]+) of \1", said)
     assert re.search(
         r"ok  final loss  same        difference 0\.\d\d%, tolerance 2%|ok  final loss  same        difference 1",
-        ran.stdout,
+        said,
     )
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with (out / "losses.csv").open() as stream:
@@ -132,7 +123,7 @@ def run_with_churn(out: Path, *options: str, seconds: float) -> str:
         used = [int(row["samples"]) for row in rows if row["run"] == name]
         assert used == sorted(used)
         assert used[-1] == int(rows[-1]["samples"])
-    return ran.stdout
+    return said
 
 
 def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:

@@ -168,12 +168,12 @@ def _void_at_its_sender_alone(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[Plant, int]] = {
     "a refusal is lost with the coordinator": (_forget_refusals, 0),
-    "no member hears behind a recovery which memberships have ended": (_say_nothing_behind_a_recovery, 78),
+    "no member hears behind a recovery which memberships have ended": (_say_nothing_behind_a_recovery, 330),
     "a departure makes a commit void although a member holds its result": (_void_commits_in_a_recovery, 277),
     "a member takes a word for its own that is about others": (_believe_a_word_about_other_memberships, 13),
     "a word that comes before the plan is forgotten": (_heed_the_plan_first, 139),
     "a commit of a membership that has ended counts": (_take_commits_of_any_membership, 22),
-    "a commit is complete without a member that departs": (_commit_without_the_departed, 51),
+    "a commit is complete without a member that departs": (_commit_without_the_departed, 64),
     "no member hears that a commit is void before it gives its own": (_void_at_its_sender_alone, 3),
 }
 """Faults, each with the first script that finds it."""
