@@ -134,6 +134,7 @@ def test_a_contribution_that_is_too_old_is_refused() -> None:
     do_round(harness, 1, 0)
     assert not records(request(harness, 1, 0)), "no round begins with it"
     assert granted(harness, 1) == [(2, True)]
+    assert "'w1' (rank 1) to round 2 is refused, as it is 2 updates late, and 1 are allowed" in harness.logs[-1].text
     request(harness, 1, 2)
     assert granted(harness, 1) == [(2, False)], "the next one is not too old"
     assert harness.group()["members"][1]["staleness"] == {"mean": 0.0, "max": 0, "contributions": 1, "refused": 1}

@@ -139,7 +139,9 @@ def begin(group: Group, effects: Effects) -> None:
     requests, number, mode = group.requests, group.rounds.number, group.policy.mode
     ready = requests.ready(number)
     for member_id in sorted(one for one, message in ready.items() if not mode.takes(number - message.version)):
-        requests.refuse(number, member_id)
+        _tell_of_refusal(
+            group, member_id, number - ready[member_id].version, requests.refuse(number, member_id), effects
+        )
         effects.send(group.connection_of(member_id), Granted(number, True))
     cohort = sorted(ready.keys() & requests.waiting.keys())
     if not cohort and (ready or _with_data(group)):
@@ -153,6 +155,17 @@ def begin(group: Group, effects: Effects) -> None:
         rounds.cut(group, number, others, effects)
     for member_id in cohort:
         effects.send(group.connection_of(member_id), Granted(number))
+
+
+def _tell_of_refusal(group: Group, member_id: int, staleness: int, times: int, effects: Effects) -> None:
+    """Log that a contribution is refused: the first of a member, and then ever more rarely."""
+    if times & (times - 1) == 0:
+        effects.log(
+            f"group {group.name!r}: a contribution of {group.call(member_id)} to round {group.rounds.number} is "
+            f"refused, as it is {staleness} updates late, and {group.policy.mode.staleness} are allowed (--staleness). "
+            f"That was its {times}. refusal",
+            warning=True,
+        )
 
 
 # ── members that make no request ──────────────────────────────────────────────────────────────────────

@@ -27,6 +27,11 @@ class Staleness:
         self.total += staleness
         self.most = max(self.most, staleness)
 
+    def refuse(self) -> int:
+        """Count a contribution that is refused. Return how many were."""
+        self.refused += 1
+        return self.refused
+
     def describe(self) -> dict[str, object]:
         """Return it as plain JSON values."""
         mean = self.total / self.count if self.count else 0.0
@@ -121,11 +126,14 @@ class Requests:
         self.versions.update(dict.fromkeys(cohort, number + 1))
         self._look_again()
 
-    def refuse(self, number: int, member_id: int) -> None:
-        """Refuse a contribution in round ``number``: its member computes the next one behind the round before."""
+    def refuse(self, number: int, member_id: int) -> int:
+        """Refuse a contribution in round ``number``: its member computes the next one behind the round before.
+
+        Return how many of its contributions were refused so far.
+        """
         del self.waiting[member_id]
         self.versions[member_id] = number
-        self.staleness.setdefault(member_id, Staleness()).refused += 1
+        return self.staleness.setdefault(member_id, Staleness()).refuse()
 
     def restart(self, number: int) -> None:
         """Go by a new plan from round ``number`` on: all members compute at that version first."""
