@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _LINK_RATE = 1.25e9
 """Rate of the emulated hosts' links, in bytes a second: as fast as possible."""
+_STALENESS = 4
+"""Bound of the staleness in mode "bounded", by default."""
 _NEEDS_WIRES = frozenset({"reset", "midcall", "throttle"})
 _TICK = 0.25
 _LATE_SECONDS = 0.2
@@ -77,6 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "emulated hosts, of which one worker exchanges with the coordinator (default: the coordinator reduces them)",
     )
     parser.add_argument(
+        "--mode",
+        choices=("sync", "bounded", "async"),
+        default="sync",
+        help="mode of the group's rounds, as of gradserver serve (default sync)",
+    )
+    parser.add_argument(
+        "--staleness",
+        type=number(int, 0, 1_000_000),
+        metavar="S",
+        help="with --mode bounded or async: most updates by which a contribution is late. More is a fault (bounded: 4)",
+    )
+    parser.add_argument(
         "--netns",
         action="store_true",
         help="give each worker a network namespace of its own, which a partition disconnects; requires root",
@@ -108,6 +122,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.events is None:
         kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
         arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
+    if arguments.mode == "bounded" and arguments.staleness is None:
+        arguments.staleness = _STALENESS
+    if arguments.mode != "sync" and arguments.plane != "auto":
+        print(f"gradserver chaos: --plane {arguments.plane} requires --mode sync", file=sys.stderr)
+        return 2
+    if arguments.mode == "sync" and arguments.staleness is not None:
+        print("gradserver chaos: --staleness requires --mode bounded or async", file=sys.stderr)
+        return 2
     if "shard" in arguments.events and arguments.shards == 1:
         print("gradserver chaos: the event shard requires a further data shard: --shards 2", file=sys.stderr)
         return 2
@@ -169,7 +191,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     with ExitStack() as stack:
         lab = stack.enter_context(_hosts(names)) if arguments.netns else None
         settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab, arguments.plane
-        fleet = stack.enter_context(Fleet(*settings))
+        fleet = stack.enter_context(Fleet(*settings, serve=_mode(arguments)))
         fleet.begin()
         fleet.start_judge()
         fleet.note("begun")
@@ -184,6 +206,11 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     wrongs += report.too_few(result, arguments.least)
     if arguments.plane != "auto" and not result["ways"].get("direct"):
         wrongs.append("the workers reduced no round among themselves")
+    stale = [int(late) for late in result["staleness"]]
+    if arguments.staleness is not None and stale and max(stale) > arguments.staleness:
+        wrongs.append(f"a contribution was {max(stale)} updates late, more than {arguments.staleness}")
+    if arguments.mode != "sync" and not any(stale):
+        wrongs.append("no contribution was late: the mode was not tried")
     if result["kills"] < arguments.kills:
         wrongs.append(f"only {result['kills']} workers were killed, fewer than {arguments.kills}")
     view.conclude(result, wrongs, folder)
@@ -317,6 +344,25 @@ def _possible(arguments: argparse.Namespace) -> set[str]:
     return {*arguments.events, *(("coordinator",) if arguments.coordinator_kill else ())}
 
 
+def _mode(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of the coordinator about its rounds."""
+    staleness = [] if arguments.staleness is None else ["--staleness", str(arguments.staleness)]
+    return ["--mode", arguments.mode, *staleness]
+
+
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    own = ("workers", "seconds", "seed", "every", "coordinator_kill", "apart", "shards", "pace", "plane", "kills")
+    own = (
+        "workers",
+        "seconds",
+        "seed",
+        "every",
+        "coordinator_kill",
+        "apart",
+        "shards",
+        "pace",
+        "plane",
+        "mode",
+        "staleness",
+        "kills",
+    )
     return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}

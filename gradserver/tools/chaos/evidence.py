@@ -5,7 +5,10 @@ in the order in which it reads them:
 
     {"kind": "gives", "name", "round", "rank"}   a worker begins to contribute to a round
     {"kind": "round", "name", "round", "rank", "results": […], "weights", "way", "at"}    it has finished it
-    {"kind": "replayed", …}                      the same, but without contributing, as it was a learner
+                                                 (and its "staleness", where rounds do not wait for all)
+    {"kind": "replayed", …}                      the same, but without contributing, as a learner, or for want of a
+                                                 contribution where rounds do not wait for all
+    {"kind": "dropped", "name", "round"}         its contribution was refused, as it was too old
     {"kind": "meets", "name", "round"}           it begins with the collectives behind a round
     {"kind": "met", "name", "round", "rank", "sums", "gathered", "broadcast", "half", "half_sum", "among"}
                                                  it has finished them
@@ -48,6 +51,7 @@ class Report(NamedTuple):
     weights: int
     at: float
     gave: bool = True
+    staleness: int = 0
     way: str = ""
     """Way of the round, if workers may reduce among themselves: "direct", "void" or "coordinator"."""
 
@@ -56,7 +60,8 @@ class Report(NamedTuple):
         """Read the report in a line."""
         gave = line["kind"] == "round"
         results, way = tuple(line["results"]), line.get("way", "")
-        return cls(line["name"], line["round"], line["rank"], results, line["weights"], line["at"], gave, way)
+        stale = line.get("staleness", 0)
+        return cls(line["name"], line["round"], line["rank"], results, line["weights"], line["at"], gave, stale, way)
 
 
 class Met(NamedTuple):

@@ -73,6 +73,7 @@ class Fleet(Family):
         pace: float,
         lab: Lab | None = None,
         plane: str = "auto",
+        serve: Sequence[str] = (),
     ) -> None:
         super().__init__(folder, single_threaded())
         self.lab = lab
@@ -80,6 +81,8 @@ class Fleet(Family):
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
         self._seed = seed | generator.BITS[plane]
         self._ways, self._pace, self._shards, self.plane = ways, pace, shards, plane
+        self._serve = serve
+        """Further options of the coordinator."""
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._forks: ForkServer | None = None
         """Origin of the workers' processes, if these import torch."""
@@ -139,7 +142,7 @@ class Fleet(Family):
 
     def _start_coordinator(self, address: str) -> None:
         options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
-        child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options)
+        child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options, *self._serve)
         if address == self._address:
             return  # at the address of before: no process has to be told, and none waits for it
         self._url = listening_url(child, self._first_line(child))

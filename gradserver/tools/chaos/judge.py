@@ -70,6 +70,7 @@ class Judge:
             "halves": oracle.halves,
             "among": oracle.among,
             "ways": dict(oracle.ways),
+            "staleness": {str(late): count for late, count in sorted(oracle.staleness.items()) if count},
             "findings": oracle.findings,
             "longest_stall": stall[0],
             "longest_stall_at": stall[1] - begun,

@@ -65,6 +65,7 @@ class Oracle:
         halves: number of sub-groups with sums that were checked.
         among: number of rounds behind which the large sum was made among the workers.
         ways: number of rounds that went each way, if workers may reduce among themselves.
+        staleness: number of contributions of each staleness.
         completions: times at which rounds were finished.
         longest: longest time without a finished round, and its beginning.
     """
@@ -94,6 +95,7 @@ class Oracle:
         self.checked = self.unwritten = self.expected = self.counted = self.cut = self.meetings = 0
         self.halves = self.among = 0
         self.ways: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
         self.completions: deque[float] = deque(maxlen=1 << 20)
         self.longest = (0.0, 0.0)
 
@@ -169,6 +171,7 @@ class Oracle:
     def _hear_report(self, report: Report) -> None:
         name, number = report.name, report.round
         self._known.add(name)
+        self.staleness[report.staleness] += report.gave
         self._coming_in[name] = 0 if report.gave else self._coming_in[name] + 1
         if self._coming_in[name] == PATIENCE:
             self._say("lost", f"round {number}: {name} has taken part in {PATIENCE} rounds, and contributed to none")

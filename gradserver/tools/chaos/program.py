@@ -182,14 +182,35 @@ class Program:
             worker.enter(self._install)
         self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
         gave = False
+        train = self._train_once if worker.mode == "sync" else self._train_in_turns
         while not self.leaving.is_set():
-            number = worker.round
             self._compute()
-            gave = self._contribute(worker, exchange, number, gave)
+            gave = train(worker, exchange, gave)
+
+    def _train_once(self, worker: gradserver.Worker, exchange: Exchange, gave: bool) -> bool:
+        """Take part in the next round. Return whether this worker's contribution counts, as it ``gave`` before."""
+        number = worker.round
+        gave = self._contribute(worker, exchange, number, gave)
+        exchange.finish()
+        self._step(number, worker, exchange, "round" if gave else "replayed")
+        return gave
+
+    def _train_in_turns(self, worker: gradserver.Worker, exchange: Exchange, gave: bool) -> bool:
+        """Request a round, and take part in all up to that. Return whether this worker's contribution counts."""
+        worker.request_round()
+        while (turn := worker.next_turn()) is not gradserver.Turn.DROP:
+            number, gives = worker.round, turn is gradserver.Turn.PUSH
+            if gives:
+                self._contribute(worker, exchange, number, gave)
+            else:
+                for part in exchange.order:
+                    exchange.push(part, 0.0)
             exchange.finish()
-            self._step(number, worker, exchange, "round" if gave else "replayed")
-            if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
-                self._meet(worker, exchange, number)
+            self._step(number, worker, exchange, "round" if gives else "replayed", worker.staleness if gives else 0)
+            if gives:
+                return True
+        self._say("dropped", round=worker.round)
+        return gave
 
     def _contribute(self, worker: gradserver.Worker, exchange: Exchange, number: int, gave: bool) -> bool:
         """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
@@ -226,7 +247,7 @@ class Program:
         for weights, given in zip(self._weights, state["weights"], strict=True):
             weights[:] = given
 
-    def _step(self, number: int, worker: gradserver.Worker, exchange: Exchange, kind: str) -> None:
+    def _step(self, number: int, worker: gradserver.Worker, exchange: Exchange, kind: str, staleness: int = 0) -> None:
         results = exchange.buckets
         for weights, result in zip(self._weights, results, strict=True):
             weights -= np.multiply(result, generator.STEP, out=self._scratch[: result.size])
@@ -237,7 +258,10 @@ class Program:
             results=[generator.fingerprint([result]) for result in results],
             weights=generator.fingerprint(self._weights),
             way=exchange.way,
+            staleness=staleness,
         )
+        if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
+            self._meet(worker, exchange, number)
 
     def _compute(self) -> None:
         slow, until = self._slow

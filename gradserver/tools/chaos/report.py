@@ -72,6 +72,7 @@ def summary(
         "in_part": verdict["in_part"],
         "not_counted": verdict["contributions"] - verdict["committed"] - verdict["in_part"],
         "ways": verdict["ways"],
+        "staleness": verdict["staleness"],
         "meetings": verdict["meetings"],
         "subgroups": verdict["halves"],
         "sums_among_workers": verdict["among"],

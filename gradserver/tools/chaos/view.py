@@ -113,6 +113,7 @@ class View:
             ),
             *([("killed", f"{result['kills']} workers")] if result["kills"] else []),
             *_planes(result["ways"]),
+            *_staleness(result["staleness"]),
             ("together", f"collectives checked after {result['meetings']:,} rounds{_among(result)}"),
             ("in part", f"sums checked in {result['subgroups']:,} sub-groups"),
             ("wrong", f"{result['wrong']} wrong, {result['double']} double, {result['lost']} lost"),
@@ -183,6 +184,14 @@ def _among(result: Mapping[str, Any]) -> str:
     """Describe how many of the large sums were made among the workers, if any was."""
     count = result["sums_among_workers"]
     return f", {count:,} of their large sums made among workers" if count else ""
+
+
+def _staleness(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Describe how stale contributions were, if any was."""
+    total, stale = sum(counts.values()), sum(int(late) * count for late, count in counts.items())
+    if not stale:
+        return []
+    return [("staleness", f"{stale / total:.2f} updates in the mean, {max(map(int, counts))} at most")]
 
 
 def _share(share: float | None) -> str:
