@@ -388,7 +388,8 @@ def _hear(harness: Harness, players: list[Player], chosen: Policy) -> None:
                 match message:
                     case Result() if not player.gone:
                         player.results[message.key.number] = message
-                    case Granted(number, refused) if not player.gone and player.asked >= 0:
+                    case Granted(number, refused, applied) if not player.gone and player.asked >= 0:
+                        assert applied <= min(one.version for one in players if not one.gone), "all have applied these"
                         grants[player.rank] = number
                         if refused:
                             player.refused += 1

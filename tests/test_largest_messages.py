@@ -211,7 +211,7 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (Ready(MAX_COUNTER), -1),
         (Entered(MAX_COUNTER), -1),
         (RequestRound(MAX_CLAIMED, MAX_CLAIMED, True, True), -1),
-        (Granted(MAX_COUNTER, True), -1),
+        (Granted(MAX_COUNTER, True, MAX_COUNTER), -1),
         (StateFailed(MAX_COUNTER, TEXT), -1),
         (BePresent(TOKEN, MAX_TIMEOUT), -1),
         (Present(TOKEN), -1),

@@ -12,7 +12,18 @@ from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import CollectiveMismatchError, GradServerError, LeftOutError, OutOfStepError
 from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.limits import SLICE_BYTES
-from gradserver.protocol.messages import Agreed, Leave, Membership, Place, Push, Result, RoundDone, Taken, Welcome
+from gradserver.protocol.messages import (
+    Agreed,
+    Granted,
+    Leave,
+    Membership,
+    Place,
+    Push,
+    Result,
+    RoundDone,
+    Taken,
+    Welcome,
+)
 from gradserver.protocol.messages.recovery import Holding, Resumed, Span, State, unpack_spans
 from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.worker.member.effects import Complete, Log, Lose, Tell
@@ -329,3 +340,17 @@ def test_results_are_kept_for_late_members_until_one_lacks_nobody() -> None:
     assert [n for n in range(10) if retained.find(bucket(n), 0) is not None] == [2, 3, 4, 5]
     retained.forget_behind(3, shard=0)
     assert [n for n in range(10) if retained.find(bucket(n), 0) is not None] == [2, 3]
+
+
+def test_results_that_all_members_have_applied_are_not_kept_where_no_round_has_all() -> None:
+    durable = Durable(slices=1, mode="async")
+    inventory = durable.member.exchanges.inventory
+    assert inventory is not None
+    inventory.retained.forget_buckets(9 * SLICE_BYTES)
+    for number in range(4):
+        result = Result(bucket(number), 0, 3.0, True, without=(0,))
+        inventory.retained.keep_slice(0, Kept(result, bytes(SLICE_BYTES)), number)
+
+    durable.member.told(Granted(4, applied=2), ())
+
+    assert [n for n in range(10) if inventory.retained.find(bucket(n), 0) is not None] == [2, 3]

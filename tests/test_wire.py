@@ -124,7 +124,7 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (RequestRound(212, 213, True), []),
     (RequestRound(212, 213, pushes=True), []),
     (Granted(213), []),
-    (Granted(213, True), []),
+    (Granted(213, True, 210), []),
     (StateFailed(3, "no room"), []),
     (Propose("ab" * 32), [b"plan"]),
     (Agreed("ab" * 32, 12), []),

@@ -38,7 +38,13 @@ class Granted(MessageKind):
     """The answer that the contribution counts in ``round``. If it is ``refused``, it is too old for that.
 
     Then its member drops it, and computes again when it has the updates before ``round``.
+
+    Attributes:
+        round: the round.
+        refused: true if the contribution is too old.
+        applied: number of rounds that all members have applied, so that none can lack a result of these.
     """
 
     round: Count
     refused: Flag = False
+    applied: Count = 0

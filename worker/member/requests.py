@@ -215,6 +215,8 @@ class Requests:
 
     def answered(self, message: Granted) -> None:
         """Take the coordinator's answer. One about a round that is over is passed over."""
+        if (inventory := self._exchanges.inventory) is not None:
+            inventory.retained.forget_older(message.applied)
         if message.round < self._rounds.number:
             return
         if self._state in (ASKED, GRANTED, REFUSED):

@@ -7,7 +7,8 @@ says why that is enough.
 
 In a group with a quorum, or with backups, a round is closed without late members, which may lack its results. A result
 that lacks no member's contribution shows that all members have those of the rounds before. Until one comes, the results
-before it are kept as well, of the latest rounds.
+before it are kept as well, of the latest rounds. Where rounds do not wait for all members, such results are rare. There
+the coordinator says which rounds all members have applied (`Granted`).
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Retained:
             return
         slices[index] = kept
         if not kept.result.without:
-            self._forget_older(min(key.number, done))
+            self.forget_older(min(key.number, done))
         elif before is not None and before.result.key.number < key.number:
             self._keep_older(index, before)
             while self._older_bytes > self._older_room or self._older_slices > _MOST_OLDER:
                 if (oldest := min(self._older)) >= done:
                     return  # this member has not reached it
-                self._forget_older(oldest + 1)
+                self.forget_older(oldest + 1)
 
     def _keep_older(self, index: int, kept: Kept) -> None:
         key = kept.result.key
@@ -105,7 +106,7 @@ class Retained:
             del self._older[number]
         return kept
 
-    def _forget_older(self, before: int) -> None:
+    def forget_older(self, before: int) -> None:
         """Forget rounds ``before`` this one, but for what is the latest of a slice."""
         for number in [number for number in self._older if number < before]:
             there = self._older.pop(number)
@@ -174,7 +175,7 @@ class Retained:
     def forget_buckets(self, older_room: int = 0) -> None:
         """Forget buckets, for another plan. Results that late members may lack may take ``older_room`` bytes."""
         self._buckets.clear()
-        self._forget_older(MAX_COUNTER)
+        self.forget_older(MAX_COUNTER)
         self._older_room = older_room
 
     def of_bucket(self, key: ExchangeKey) -> dict[int, Kept]:

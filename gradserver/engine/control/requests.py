@@ -42,7 +42,7 @@ def hear(group: Group, member_id: int, message: RequestRound, effects: Effects) 
     requests = group.requests
     if message.version <= requests.begun and member_id in requests.cohort:
         if not message.pushes:
-            effects.send(group.connection_of(member_id), Granted(requests.begun))
+            effects.send(group.connection_of(member_id), Granted(requests.begun, applied=_applied(group)))
         return
     requests.ask(member_id, message)
 
@@ -98,6 +98,11 @@ def _version_of(group: Group, member_id: int) -> int:
     return max(group.requests.versions.get(member_id, 0), group.plans.planned, entered)
 
 
+def _applied(group: Group) -> int:
+    """Return a number of rounds that all members have applied."""
+    return min((_version_of(group, member_id) for member_id in group.contributors), default=0)
+
+
 def has_quorum(group: Group) -> bool:
     """Tell whether as many members have made a request as a round needs."""
     lateness, can = group.policy.lateness, _with_data(group)
@@ -142,7 +147,7 @@ def begin(group: Group, effects: Effects) -> None:
         _tell_of_refusal(
             group, member_id, number - ready[member_id].version, requests.refuse(number, member_id), effects
         )
-        effects.send(group.connection_of(member_id), Granted(number, True))
+        effects.send(group.connection_of(member_id), Granted(number, True, _applied(group)))
     cohort = sorted(ready.keys() & requests.waiting.keys())
     if not cohort and (ready or _with_data(group)):
         return
@@ -153,8 +158,9 @@ def begin(group: Group, effects: Effects) -> None:
     journal.begun(group, number, requests.cohort, others, effects)
     if others:
         rounds.cut(group, number, others, effects)
+    applied = _applied(group)
     for member_id in cohort:
-        effects.send(group.connection_of(member_id), Granted(number))
+        effects.send(group.connection_of(member_id), Granted(number, applied=applied))
 
 
 def _tell_of_refusal(group: Group, member_id: int, staleness: int, times: int, effects: Effects) -> None:
