@@ -100,7 +100,7 @@ def _version_of(group: Group, member_id: int) -> int:
 
 def _applied(group: Group) -> int:
     """Return a number of rounds that all members have applied."""
-    return min((_version_of(group, member_id) for member_id in group.contributors), default=0)
+    return min((group.requests.applied.get(member_id, 0) for member_id in group.contributors), default=0)
 
 
 def has_quorum(group: Group) -> bool:

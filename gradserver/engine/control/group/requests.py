@@ -47,6 +47,7 @@ class Requests:
         begun: the latest round that has begun; -1 before the first.
         cohorts: members that contribute to the latest rounds, and the version of each contribution, by round.
         versions: version at which each member computes, or a lower one.
+        applied: number of rounds that each member had applied when it made its latest request.
         since: time since which the next round could begin, but for members that have made no request.
         grace_ends: end of the grace of these; None if it has passed, or is not reached.
         has_quorum: True if as many requests wait as a round needs.
@@ -57,6 +58,7 @@ class Requests:
     begun: int = -1
     cohorts: dict[int, dict[int, int]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
+    applied: dict[int, int] = field(default_factory=dict)
     since: float | None = None
     grace_ends: float | None = None
     has_quorum: bool = False
@@ -65,6 +67,7 @@ class Requests:
     def ask(self, member_id: int, message: RequestRound) -> None:
         """Take a request."""
         self.waiting[member_id] = message
+        self.applied[member_id] = message.version
         self.versions[member_id] = max(message.version, self.versions.get(member_id, 0))
 
     @property
@@ -93,7 +96,7 @@ class Requests:
     def depart(self, member_id: int) -> None:
         """Forget a member that is gone."""
         self.withdraw(member_id)
-        for known in (*self.cohorts.values(), self.versions):
+        for known in (*self.cohorts.values(), self.versions, self.applied):
             known.pop(member_id, None)
         self.staleness.pop(member_id, None)
 
@@ -140,6 +143,7 @@ class Requests:
         self.waiting.clear()
         self.cohorts.clear()
         self.versions.clear()
+        self.applied.clear()
         self.begun = number - 1
         self._look_again()
 
