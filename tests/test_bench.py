@@ -34,6 +34,7 @@ from gradserver.tools.bench.spec import Case, Contender, Link, Seat
 from gradserver.tools.bench.stats import Stats, figures, size_name
 from gradserver.tools.common import netns
 from gradserver.tools.common.processes import RunError
+from tests.cluster import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("--repetitions", "3")
@@ -48,14 +49,11 @@ def start(*options: str, **variables: str) -> subprocess.Popen[str]:
 
 def bench(*options: str) -> str:
     """Run a bench, and return what it prints when all went well."""
-    with start(*options) as running:
-        try:
-            out, err = running.communicate(timeout=100)
-        except subprocess.TimeoutExpired:
-            running.terminate()
-            raise AssertionError(f"it has not ended: {running.communicate(timeout=30)}") from None
-    assert running.returncode == 0, out + err
-    assert err == ""
+    paths = os.pathsep.join(map(str, (ROOT / "tests" / "without_compiler", ROOT)))
+    with Program("-m", "gradserver", "bench", *options, environment={"PYTHONPATH": paths}) as running:
+        status = running.end(100)
+        out = "".join(f"{line}\n" for line in running.output())
+        assert (status, running.complaints()) == (0, []), out
     return out
 
 
