@@ -253,9 +253,20 @@ def test_a_worker_that_runs_out_of_batches_takes_part_until_all_have(options: di
     assert all(same(found[0], other) for other in found)
 
 
-@pytest.mark.parametrize("options", [{}, *STREAMING])
-@pytest.mark.parametrize("step", [3, 9, 10])
-def test_the_others_go_on_when_a_worker_dies(options: dict[str, Any], step: int) -> None:
+DEATHS_SOON = (3, 0), (9, 1), (10, 2), (9, 3)
+"""Steps of deaths, each with the number of a schedule, so that each step and each schedule is tried soon."""
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        pytest.param(step, options, marks=() if (step, number) in DEATHS_SOON else pytest.mark.long)
+        for step in (3, 9, 10)
+        for number, options in enumerate(({}, *STREAMING))
+    ],
+)
+def test_the_others_go_on_when_a_worker_dies(step: int, options: dict[str, Any]) -> None:
+    """Test each step and each schedule. The long tests have all pairs of them."""
     with LocalCluster(3, elastic=(1, 3), timeout=10.0) as cluster:
 
         def work(worker: Worker) -> tuple[dict[str, Tensor], int]:
