@@ -273,12 +273,12 @@ def test_a_round_begins_once_though_two_threads_push(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(boundaries, "_pushed", watched)
         begin = member.begin_round
 
-        def begin_round(index: int) -> None:
+        def begin_round(index: int, weight: float) -> None:
             begun.append(index)
             if not others:
                 others.append(Task(worker.push, first + 1, torch.ones(10)))
                 assert seen.wait(10)
-            begin(index)
+            begin(index, weight)
 
         monkeypatch.setattr(member, "begin_round", begin_round)
         worker.push(first, torch.ones(10))
