@@ -214,10 +214,14 @@ class Requests:
     # ── what it is told ───────────────────────────────────────────────────────────────────────────────
 
     def answered(self, message: Granted) -> None:
-        """Take the coordinator's answer. One about a round that is over is passed over."""
+        """Take the coordinator's answer. One about a round that is over is passed over, or about an earlier request.
+
+        Results of the round can come before the word that this member's contribution is refused in it. That word is
+        never about a round that it had applied when it made the request.
+        """
         if (inventory := self._exchanges.inventory) is not None:
             inventory.retained.forget_older(message.applied)
-        if message.round < self._rounds.number:
+        if message.round < (self._version + 1 if message.refused else self._rounds.number):
             return
         if self._state in (ASKED, GRANTED, REFUSED):
             self._answered = message.round
