@@ -102,11 +102,27 @@ def test_a_refusal_is_not_lost_with_the_coordinator(rates: tuple[float, ...], se
     assert group.voids[1] == {0, 1}
 
 
+def test_a_refusal_while_a_shard_has_yet_to_stand_is_not_lost() -> None:
+    """Test a member that has the last results of a round in a recovery, and refuses the next one before its end."""
+    check(script_of_direct_rounds(1226))
+
+
 # ── planted faults ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _forget_refusals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Member, "refuse_again", lambda *_: None)
+
+
+def _refuse_again_in_the_round_that_stands(patch: pytest.MonkeyPatch) -> None:
+    """Forget a refusal that was not sent, as the shard had yet to stand in the round before."""
+    refuse_again = Member.refuse_again
+
+    def again(self: Member, shard: int, number: int) -> None:
+        if self.rounds.number == number:
+            refuse_again(self, shard, number)
+
+    patch.setattr(Member, "refuse_again", again)
 
 
 def _say_nothing_behind_a_recovery(patch: pytest.MonkeyPatch) -> None:
@@ -168,6 +184,7 @@ def _void_at_its_sender_alone(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[Plant, int]] = {
     "a refusal is lost with the coordinator": (_forget_refusals, 0),
+    "a refusal is lost while a shard has yet to stand": (_refuse_again_in_the_round_that_stands, 1226),
     "no member hears behind a recovery which memberships have ended": (_say_nothing_behind_a_recovery, 330),
     "a departure makes a commit void although a member holds its result": (_void_commits_in_a_recovery, 277),
     "a member takes a word for its own that is about others": (_believe_a_word_about_other_memberships, 13),

@@ -285,6 +285,22 @@ def test_nothing_is_pushed_on_a_new_connection_also_if_the_last_one_broke_in_a_r
     assert durable.sends() == []
 
 
+@pytest.mark.parametrize(("number", "is_said"), [(0, True), (1, True), (2, False)])
+def test_a_refusal_is_said_again_to_a_shard_that_stands_in_this_round_or_the_one_before(
+    number: int, is_said: bool
+) -> None:
+    """Test a member in round 1. A shard that stands in round 2 has all of this one's results."""
+    durable = Durable(slices=1)
+    durable.member.rounds.go_on_from(1)
+    durable.recovery.suspend()
+    durable.member.refuse(0)
+    said = [Tell(Push(bucket(1), 0, 0.0, False), 0)]
+    assert durable.member.effects.take() == said, "the channel drops it, as the shard is held"
+
+    durable.recovery.stands(durable.member.exchanges.shards[0], number)
+    assert durable.member.effects.take() == said * is_said
+
+
 class LateAlone(Durable):
     """The same, in a group that closes rounds without late members."""
 

@@ -261,12 +261,13 @@ class Member:
         self._say_refused(self.rounds.refuse(index))
 
     def refuse_again(self, shard: int, number: int) -> None:
-        """Say to ``shard``, which has forgotten it, that this member takes round ``number`` for void, if it does.
+        """Say to ``shard``, which stands in round ``number``, if this member takes the present round for void.
 
-        A member may have all results of the round before, and have yet to go on.
+        It has forgotten that, or has not heard: to a shard that is held nothing is pushed. The last results of round
+        ``number`` may come before it stands. Then the present round is the next one.
         """
         key = self.rounds.refused
-        if key is not None and key.number == number and self._shard_of(key) == shard:
+        if key is not None and key.number >= number and self._shard_of(key) == shard:
             self._say_refused(key)
 
     def _say_refused(self, key: ExchangeKey) -> None:

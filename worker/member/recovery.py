@@ -8,8 +8,10 @@
     any       Resumed, of all halves      HELD      Holding to each: its slices that it keeps the result of
     HELD      Fetch                       HELD      Held: such a result
     HELD      Result                      HELD      as any other; also if nothing was pushed, or not even begun
-    HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning;
-                                                    before that it says again that the present round is void
+    HELD      a push, or a refusal        HELD      nothing is sent
+    HELD      Standing of that Resumed    FLOWING   what is begun and unanswered is pushed from the beginning; before
+                                                    that it says, perhaps again, that the present round is void, which
+                                                    may be the one behind the round that stands
     HELD      Standing of an earlier one  HELD      nothing
 """
 
