@@ -514,6 +514,27 @@ def test_a_member_that_has_not_heard_the_end_of_a_round_hears_it_then() -> None:
     assert group.told(1) == [Result(bucket(2, 1), 0, 2.0, False), RoundDone(2, 1), Standing(2, 3)]
 
 
+def test_a_member_hears_of_the_epoch_that_others_heard_of_if_the_group_goes_back_to_an_earlier_round() -> None:
+    group = Group(4, plan_of(4), Policy(1, 8, lateness=Lateness(backup=3, grace=0.0)))
+    for number in range(3):
+        if number == 2:
+            group.harness.lose(3)
+            group.harness.wait(POLICY.dead_after)
+        group.harness.push(0, bucket(number), ONE)
+        group.harness.wait(0.0)
+        group.harness.answer(group.harness.reduces[-1])
+    assert [(one.record.round, one.epoch) for one in group.harness.records if isinstance(one, Round)][-1] == (2, 2)
+    group.harness.restart()
+    for rank in (1, 2):
+        group.resume(rank)
+    group.harness.wait(POLICY.missing)  # with the first one all results of round 2 are lost
+    for rank, number in ((1, 2), (2, 1)):
+        group.told(rank)
+        group.hold(rank, number, held(0, 0), held(1, 0))
+
+    assert RoundDone(1, 1) in group.told(2)
+
+
 def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_of_now() -> None:
     group = Group(3, plan_of(4))
     for rank in range(3):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.policy import Lateness
 from tests.examples import examples
@@ -73,6 +73,9 @@ def test_members_that_are_left_go_on_with_what_the_ledger_says(
 
 
 @given(worlds, buckets, rounds, policies, fuses, happenings, happenings, many_rates, seeds)
+@example(  # the only one dies that had the last round, and one of the others has yet to hear of the end before
+    4, [1], 4, Lateness(backup=2, grace=0.0, keeps=False), [50], {}, {3: [0]}, (1.0, 1.0, 1.0), 176
+)
 @settings(max_examples=examples(25), deadline=None)
 def test_workers_that_join_meanwhile_hold_the_same(
     world: int,

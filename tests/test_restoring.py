@@ -153,6 +153,19 @@ def test_a_round_that_was_closed_for_a_member_stays_closed(tmp_path: Path) -> No
     assert [record for record in restored(tmp_path) if isinstance(record, Cut)] == closed[:1]
 
 
+def test_epochs_behind_earlier_rounds_are_kept_where_members_can_be_late(tmp_path: Path) -> None:
+    later = Epoch("g", 2, 1, ((0, "a"),), "'b' was lost")
+    done = [*map(round_record, range(3)), later, Boundary("g", 2, 2), round_record(3), Boundary("g", 3, 2)]
+    write(tmp_path / "late", *FOUNDED, Stragglers("g", True), *done)
+    write(tmp_path / "none", *FOUNDED, *done)
+
+    def ends(path: Path) -> list[Kind]:
+        return [record for record in restored(path) if isinstance(record, Boundary)]
+
+    assert ends(tmp_path / "late") == [Boundary("g", 0, 1), Boundary("g", 2, 2), Boundary("g", 3, 2)]
+    assert ends(tmp_path / "none") == [Boundary("g", 3, 2)]
+
+
 def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> None:
     epochs = [Epoch("g", number, 1, ((0, "a"),), "somebody left") for number in (2, 3, 4)]
     write(tmp_path, *FOUNDED, round_record(0), *epochs, Boundary("g", 0, 3))

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from gradserver.engine.data_records import Claim, Data
 from gradserver.engine.declared import Kind
+from gradserver.engine.ends import MAX_CUTS, Ends
 from gradserver.engine.lease_table import Positions
 from gradserver.engine.records import (
     Begun,
@@ -38,8 +39,6 @@ K = TypeVar("K", bound=Kind)
 
 _MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
 """Groups of which the used quota is restated: more than there can be in all."""
-MAX_CUTS: Final = 256
-"""Rounds that are known to have been closed for late members."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
 _POLICIES: Final[tuple[type[Kind], ...]] = (Handling, Stragglers, Moded)
@@ -65,6 +64,7 @@ class GroupState:
     Attributes:
         epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
         cuts: decisions that a round goes on without late members, the latest, of durable groups.
+        ends: which rounds are over, and the epoch in force behind each.
         positions: which samples are used, and by which members.
         offers: what members can do, by member id.
     """
@@ -73,6 +73,7 @@ class GroupState:
         self._latest: dict[type[Kind], Dated] = {Group: founded}
         self.epochs: dict[int, Dated] = {}
         self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
+        self.ends = Ends()
         self.positions = Positions()
         self._leased: Dated | None = None
         self.offers: dict[int, Offer] = {}
@@ -89,14 +90,6 @@ class GroupState:
         """True if it survives its coordinator."""
         return Durable in self._latest
 
-    @property
-    def told(self) -> tuple[int, int]:
-        """The last round that is over, and the epoch that is in force behind it."""
-        boundary, done = self.latest(Boundary), self.latest(Round)
-        if boundary is not None:
-            return boundary.round, boundary.epoch
-        return (-1, 0) if done is None else (done.record.round, done.epoch)
-
     def apply(self, dated: Dated) -> None:
         """Take the group's next record."""
         record = dated.record
@@ -109,17 +102,23 @@ class GroupState:
             case Data() | Claim():
                 self.positions.restore(record)
                 self._leased = dated
-            case Round(_, epoch) | Boundary(_, _, epoch):
-                if isinstance(record, Round):
-                    self._latest.pop(Boundary, None)
-                    self._forget_cuts_behind(record.record.round)
-                    for used_up in record.used_up:
-                        self.positions.restore(used_up)
-                self.epochs = {known: news for known, news in self.epochs.items() if known >= epoch}
+            case Round(_, epoch, done):
+                self._latest.pop(Boundary, None)
+                self._forget_cuts_behind(done.round)
+                for used_up in record.used_up:
+                    self.positions.restore(used_up)
+                self._end(done.round, epoch)
+            case Boundary(_, number, epoch):
+                self._end(number, epoch)
         if type(record) in _LATEST:
             self._latest[type(record)] = dated
         elif type(record) in _SEVERAL and self.is_durable:
             self.cuts.append(dated)
+
+    def _end(self, number: int, epoch: int) -> None:
+        """Take what is written of the end of a round."""
+        self.ends.write(number, epoch)
+        self.epochs = {known: news for known, news in self.epochs.items() if known >= epoch}
 
     def take_choice(self, dated: Dated, chosen: Chosen) -> None:
         """Take the next choice of the plane, and what members have told."""
@@ -146,6 +145,12 @@ class GroupState:
             yield Dated(clock, replace(chosen, offers=told))
             told = ()
 
+    def _ends(self, name: str) -> Iterable[Dated]:
+        """Yield ends of rounds that the group may have to go back to, where members can be late."""
+        if Stragglers in self._latest and Round in self._latest:
+            clock = self._latest[Round].clock
+            yield from (Dated(clock, Boundary(name, *change)) for change in self.ends.changes())
+
     def _forget_cuts_behind(self, number: int) -> None:
         """Forget decisions about rounds behind ``number``, which are made anew when that has been made anew."""
         while self.cuts and isinstance(last := self.cuts[-1].record, Cut | Begun) and last.round > number:
@@ -156,6 +161,7 @@ class GroupState:
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
         yield from self._choices()
+        yield from self._ends(name)
         yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)
         yield from self.cuts
         for state in self.positions.states(name):

@@ -358,7 +358,10 @@ class Durable(Kind):
 @kind(13)
 @dataclass(frozen=True, slots=True)
 class Boundary(Kind):
-    """Behind ``round`` the membership ``epoch`` is in force, another than when the round was complete."""
+    """Behind ``round`` the membership ``epoch`` is in force, another than when the round was complete.
+
+    At the beginning of a later file: another than behind the round before.
+    """
 
     group: Name
     round: Count

@@ -57,7 +57,8 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     if group.recovery.note_caught_up(source) <= len(group.shards.connections):
         return
     number = report.round - 1
-    epoch = group.rounds.told[1] if group.rounds.told[0] == number else group.members.epoch
+    written = group.rounds.ends.behind(number)
+    epoch = group.members.epoch if written is None else written
     group.rounds.begin(report.round)
     here = [member_id for member_id in report.member_ids if member_id in group.members.by_id]
     for member_id in here:

@@ -26,7 +26,7 @@ from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.group.learners import Stage
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
-from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.ends import MAX_CUTS
 from gradserver.engine.policy import ModeName
 from gradserver.protocol.errors import DeadlineError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Granted, RequestRound, Scope

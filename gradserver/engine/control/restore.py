@@ -233,7 +233,7 @@ def _restore_rounds(group: Group, found: GroupState) -> None:
     if plan is not None:
         group.plans.restore(plan.plan, plan.round)
         group.shards.set_plan(plan.plan)
-    group.rounds.restore(found.told, group.plans.planned, None if done is None else done.record)
+    group.rounds.restore(found.ends, group.plans.planned, None if done is None else done.record)
 
 
 def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> None:

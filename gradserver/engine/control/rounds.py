@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from gradserver.engine.control import donations, journal, learners, leases, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.effects import Effects
-from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.ends import MAX_CUTS
 from gradserver.engine.orders import CutRound
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late

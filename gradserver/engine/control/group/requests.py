@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.ends import MAX_CUTS
 from gradserver.protocol.messages import RequestRound
 
 

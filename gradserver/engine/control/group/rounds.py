@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from gradserver.engine.journal_state import MAX_CUTS
+from gradserver.engine.ends import MAX_CUTS, Ends
 from gradserver.engine.records import RoundRecord
 
 _LEDGER_ROUNDS: Final = 256
@@ -30,7 +30,7 @@ class Rounds:
             for members, as its last results said so.
         late: members that a round was closed without, by its number.
         paused: time since which too few workers are left; None while there are enough.
-        told: the last round that is over, and the epoch in force behind it, as they are written down.
+        ends: which rounds are over, and the epoch in force behind each, as they are written down.
         ledger: records of the last rounds.
     """
 
@@ -40,8 +40,13 @@ class Rounds:
     unsettled: deque[tuple[RoundRecord, bool]] = field(default_factory=deque)
     late: dict[int, set[int]] = field(default_factory=dict)
     paused: float | None = None
-    told: tuple[int, int] = (-1, 0)
+    ends: Ends = field(default_factory=Ends)
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The last round that is over, and the epoch in force behind it, as they are written down."""
+        return self.ends.told
 
     @property
     def due(self) -> int:
@@ -62,14 +67,12 @@ class Rounds:
 
     def write(self, record: RoundRecord, epoch: int) -> None:
         """Note what is written down of a round."""
-        self.told = record.round, epoch
+        self.ends.write(record.round, epoch)
         self.ledger.append(record.without_digests())  # here it is for its times
 
     def write_end(self, number: int, epoch: int) -> bool:
         """Note that a round is over, with this epoch behind it. True if that has to be written down, too."""
-        is_new = self.told != (number, epoch)
-        self.told = number, epoch
-        return is_new
+        return self.ends.write(number, epoch)
 
     def hold(self, record: RoundRecord, again: bool) -> None:
         """Keep a round from being over until all shards know which members take part in the next one."""
@@ -116,9 +119,9 @@ class Rounds:
         """Return the last round as plain JSON values; None before the first is over."""
         return {name: getattr(self.ledger[-1], name) for name in _SHOWN} if self.ledger else None
 
-    def restore(self, told: tuple[int, int], planned: int, last: RoundRecord | None) -> None:
+    def restore(self, ends: Ends, planned: int, last: RoundRecord | None) -> None:
         """Go on behind what an earlier coordinator has written down."""
-        self.told = told
-        self.number = max(told[0] + 1, planned)
+        self.ends = ends
+        self.number = max(self.told[0] + 1, planned)
         if last is not None:
             self.ledger.append(last.without_digests())
