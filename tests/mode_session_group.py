@@ -8,7 +8,7 @@ is the staleness of everything in it.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from random import Random
 
@@ -216,3 +216,5 @@ class ModeGroup(Group):
             assert counted <= cohort.keys(), f"round {number} counts {counted}, and was granted to {cohort.keys()}"
             assert not cohort.keys() & set(begun[number].others)
             assert self.bound is None or all(number - version <= self.bound for version in cohort.values())
+            made = Counter(version for (_, to), (_, version) in self.gave.items() if to == number)
+            assert made <= Counter(cohort.values()), f"round {number} has contributions of {made}, and says {cohort}"

@@ -88,8 +88,8 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/reducer.py",
-                "            result = self._mean(rows, self._scale)\n            if result is None:\n",
-                "            result = self._mean(rows, self._scale)\n"
+                "            result = self._mean(rows, self._scale, block)\n            if result is None:\n",
+                "            result = self._mean(rows, self._scale, block)\n"
                 "            if result is not None and block == 0 and self._first == 0:\n"
                 "                result = result.copy()\n"
                 "                result.view(np.uint8)[0] ^= 1\n"

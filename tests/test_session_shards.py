@@ -72,7 +72,7 @@ def tape() -> Shards:
 @pytest.fixture
 def session(tape: Shards) -> Session:
     """Make rank 1 of three, with three shards that are equally fast."""
-    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret", durable=True)
     tape.shards.clear()
     return session
 
@@ -293,7 +293,7 @@ class Durable(Shards):
 def durable() -> tuple[Session, Durable]:
     """Make a member of a durable group with three shards, through slots of shared memory."""
     tape = Durable()
-    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret")
+    session = joined_session(tape, URLS, (1.0, 1.0, 1.0), "secret", durable=True)
     tape.resumption = Resumption(session.traffic, tape.goes_on_with, Clock(), Regions(tape.region, tape.place_of))
     session.endure(tape)
     return session, tape

@@ -541,7 +541,8 @@ def test_joining_without_a_coordinator_is_reported(monkeypatch: pytest.MonkeyPat
         (["--allow-shards"], "--allow-shards is an option of coordinators, not of data shards"),
         (
             ["--shards", "2"],
-            "--shards is an option of coordinators: run `gradserver serve --join` once for each data shard",
+            "--shards is an option of coordinators, not of data shards (--join): run `gradserver serve --join` once "
+            "for each data shard",
         ),
         (["--rate", "0"], "a data shard of rate 0 would hold no slices"),
     ],

@@ -36,6 +36,7 @@ from gradserver.protocol.errors import UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.breakage import Breakage
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
@@ -59,6 +60,7 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether any worker took part in the last exchange with a batch.
+        deferred: gradients that wait for their round, in a group where rounds do not wait for all.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
@@ -91,6 +93,7 @@ class Backward:
         self._versions: dict[str, int] | None = {}
         """Versions of the parameters when the first exchanging backward begins; None when it is over."""
         self._graph = Graph(options, rounds.slots)
+        self.deferred = Deferred(worker, rounds, options.gradient_as_bucket_view, options.timeout)
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
@@ -148,7 +151,7 @@ class Backward:
     def check(self) -> None:
         """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
         self._broken.check()
-        self.rounds.deferred.check()
+        self.deferred.check()
         self._check_frozen()
 
     @property
@@ -171,7 +174,7 @@ class Backward:
         self._broken.check()
         if self.begun:
             return
-        self.rounds.deferred.check()
+        self.deferred.check()
         if self.exchanges and not self.training:  # the forward has not checked it
             self._check_frozen()
         pacing = self.rounds.pacing
@@ -257,7 +260,7 @@ class Backward:
                 self._check_not_stepped()
                 self._graph.check()
                 if self._defers:
-                    self.rounds.deferred.request(self._pending + 1)
+                    self.deferred.request(self._pending + 1)
                     self._state = State.IDLE
                 else:
                     self._finish()
@@ -284,7 +287,7 @@ class Backward:
 
     def has_next_update(self) -> bool:
         """Wait for the next update that the last backward leads to. Return false if there is none."""
-        while not self._due and self.rounds.deferred.has_gradients:
+        while not self._due and self.deferred.has_gradients:
             self._take_turn()
         due, self._due = self._due, False
         return due
@@ -292,8 +295,8 @@ class Backward:
     def _take_turn(self) -> None:
         """Take part in the next round, with the gradients that wait if it is theirs."""
         with torch.no_grad(), self._broken.by_errors():
-            gives = self.rounds.deferred.has_gradients
-            turn = self.rounds.deferred.take_turn()
+            gives = self.deferred.has_gradients
+            turn = self.deferred.take_turn()
             if turn is not Turn.DROP:
                 took_part = self._end_round()
                 self.ended += turn is Turn.PUSH and not took_part and not gives
@@ -330,7 +333,7 @@ class Backward:
 
     def _follow(self) -> bool:
         """Take part in the next round that has an update. Return false if no worker has data any more."""
-        before, deferred, self._due = self.ended, self.rounds.deferred, False
+        before, deferred, self._due = self.ended, self.deferred, False
         while not self._due and self.ended == before:
             if not deferred.is_waiting:
                 self._start(State.EXCHANGE)

@@ -325,7 +325,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
     @property
     def waits(self) -> bool:
         """True if gradients of this worker wait for their round: `updates` has more to yield."""
-        return self._rounds.deferred.has_gradients
+        return self._backward.deferred.has_gradients
 
     def replay(self) -> bool:
         """Take the gradients of a round in which this worker has no part, as it has just joined. False without one.

@@ -27,7 +27,6 @@ from gradserver.worker.torch_ddp.buckets import (
     used_spec,
 )
 from gradserver.worker.torch_ddp.clipping import MeanNorms, clip_own
-from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
@@ -82,7 +81,6 @@ class Rounds:
         slots: all parameters that are exchanged, in the plan's order.
         weight: this worker's weight, from the next round on.
         pacing: measures this worker, if workers are unequal.
-        deferred: gradients that wait for their round, in a group where rounds do not wait for all.
         modes: compares the workers' modes, if eval mode exchanges nothing.
         seconds: time that the caller's thread has spent in exchanges so far.
         total_weight: sum of the weights of the last round.
@@ -122,7 +120,6 @@ class Rounds:
         self._plane = self._choose_plane(buckets)
         for bucket in buckets:
             bucket.place(self.new_memory(bucket))
-        self.deferred = Deferred(worker, self, options.gradient_as_bucket_view, options.timeout)
         self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
