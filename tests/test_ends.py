@@ -40,4 +40,4 @@ def test_only_the_last_rounds_are_known() -> None:
     assert len(list(made.changes())) <= MAX_CUTS
     first = made.told[0] - MAX_CUTS
     assert [made.behind(number) for number in (first, first + 1)] == [first, first + 1]
-    assert made.behind(0) == first
+    assert made.behind(0) == made.earliest == first

@@ -535,6 +535,34 @@ def test_a_member_hears_of_the_epoch_that_others_heard_of_if_the_group_goes_back
     assert RoundDone(1, 1) in group.told(2)
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["connections break", "the coordinator is lost"])
+def test_a_member_hears_of_the_membership_of_an_earlier_round_that_the_group_goes_back_to(is_lost: bool) -> None:
+    group = Group(5, plan_of(4), Policy(1, 8, lateness=Lateness(backup=4, grace=0.0)))
+    for number in range(3):
+        if number:
+            group.harness.lose(5 - number)
+            group.harness.wait(POLICY.dead_after)
+        group.harness.push(0, bucket(number), ONE)
+        group.harness.wait(0.0)
+        group.harness.answer(group.harness.reduces[-1])
+    ends = [(one.record.round, one.epoch) for one in group.harness.records if isinstance(one, Round)]
+    assert ends == [(0, 1), (1, 2), (2, 3)]
+    if is_lost:
+        group.harness.restart()
+    else:
+        for rank in range(3):
+            group.harness.feed(Disconnected(SEATS + rank, "reset", False))
+    group.resume(1, epoch=2)
+    group.resume(2)
+    group.harness.wait(POLICY.missing)
+    for rank, number in ((1, 2), (2, 1)):
+        group.hold(rank, number, held(0, 0), held(1, 0))
+
+    told = group.told(2)
+    assert RoundDone(1, 2) in told
+    assert [one.member_ids for one in told if isinstance(one, Membership)] == [(0, 1, 2, 3), (0, 1, 2), (1, 2)]
+
+
 def test_a_round_that_was_written_down_and_not_told_is_over_with_the_membership_of_now() -> None:
     group = Group(3, plan_of(4))
     for rank in range(3):

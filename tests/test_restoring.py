@@ -164,6 +164,8 @@ def test_epochs_behind_earlier_rounds_are_kept_where_members_can_be_late(tmp_pat
 
     assert ends(tmp_path / "late") == [Boundary("g", 0, 1), Boundary("g", 2, 2), Boundary("g", 3, 2)]
     assert ends(tmp_path / "none") == [Boundary("g", 3, 2)]
+    memberships = [record for record in restored(tmp_path / "late") if isinstance(record, Epoch)]
+    assert [record.epoch for record in memberships] == [1, 2], "a member may have to hear of these"
 
 
 def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class Ends:
             return None
         return max((change for change in self._changes if change[0] <= number), default=self._changes[0])[1]
 
+    @property
+    def earliest(self) -> int:
+        """The epoch in force behind the first round that is known; 0 before there is one."""
+        return self._changes[0][1] if self._changes else 0
+
     def changes(self) -> Iterable[tuple[int, int]]:
         """Yield what `told` does not say: rounds behind which another epoch came into force, with that epoch."""
         if len(self._changes) > 1:

@@ -62,7 +62,8 @@ class GroupState:
     """State of one group, which has not ended, after its records.
 
     Attributes:
-        epochs: the memberships from that on which is in force, by epoch; of more than some the latest.
+        epochs: the memberships from that on which is in force, by epoch; of more than some the latest. Where members
+            can be late, also those in force behind earlier rounds that the group may have to go back to.
         cuts: decisions that a round goes on without late members, the latest, of durable groups.
         ends: which rounds are over, and the epoch in force behind each.
         positions: which samples are used, and by which members.
@@ -118,7 +119,8 @@ class GroupState:
     def _end(self, number: int, epoch: int) -> None:
         """Take what is written of the end of a round."""
         self.ends.write(number, epoch)
-        self.epochs = {known: news for known, news in self.epochs.items() if known >= epoch}
+        first = self.ends.earliest if Stragglers in self._latest else epoch
+        self.epochs = {known: news for known, news in self.epochs.items() if known >= first}
 
     def take_choice(self, dated: Dated, chosen: Chosen) -> None:
         """Take the next choice of the plane, and what members have told."""

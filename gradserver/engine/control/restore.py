@@ -241,7 +241,8 @@ def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> Non
     entered = _entered(group, found)
     for epoch in epochs:
         present = dict(sorted(epoch.members))  # none, if the last one has left the group to a learner
-        news = Membership(epoch.epoch, (*present,), (*present.values(),), epoch.reason, True, *_early(epoch, entered))
+        early = _early(epoch, entered if epoch.epoch >= found.ends.told[1] else None)  # not of earlier rounds
+        news = Membership(epoch.epoch, (*present,), (*present.values(),), epoch.reason, True, *early)
         choice = _choice(found, epoch.epoch)
         offers = group.planes.offers_of(present)
         group.members.recall(replace(news, plane=choice.plane, plane_reason=choice.reason, offers=offers))

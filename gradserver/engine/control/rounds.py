@@ -176,7 +176,7 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
     assert record is not None
     group.rounds.end(record.round)
     journal.boundary(group, record.round, effects)
-    group.members.forget_news()
+    group.members.forget_news(group.members.epoch if group.policy.lateness is None else group.rounds.ends.earliest)
     learners.enter(group, record.round + 1, effects)
     done = RoundDone(record.round, group.members.epoch, learners.transfers(group, record.round + 1))
     learners.deliver(group, done.transfers, now, effects)

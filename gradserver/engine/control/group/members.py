@@ -34,7 +34,7 @@ class Members:
         founders: number of ids when the group began.
         first_rounds: first round of each member that joined the running group.
         paces: what members have said of their speed.
-        news: memberships that a member may not have heard of, up to the one in force.
+        news: memberships that a member may have to hear of, up to the latest.
     """
 
     world: int
@@ -113,9 +113,9 @@ class Members:
         """Note a membership that a member may not have heard of."""
         self.news.append(news)
 
-    def forget_news(self) -> None:
-        """Forget memberships that all members have heard of, as a round ended in the present one."""
-        while self.news and self.news[0].epoch < self.epoch:
+    def forget_news(self, epoch: int) -> None:
+        """Forget memberships before ``epoch``, which no member has to hear of any more."""
+        while self.news and self.news[0].epoch < epoch:
             self.news.popleft()
 
     def membership(self, reason: str, lost: bool, early: tuple[int, ...]) -> Membership:
