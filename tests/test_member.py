@@ -14,6 +14,7 @@ from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.messages import (
     Agreed,
+    Failure,
     Granted,
     Leave,
     Membership,
@@ -21,6 +22,7 @@ from gradserver.protocol.messages import (
     Push,
     Result,
     RoundDone,
+    Scope,
     Taken,
     Welcome,
 )
@@ -299,6 +301,27 @@ def test_a_refusal_is_said_again_to_a_shard_that_stands_in_this_round_or_the_one
 
     durable.recovery.stands(durable.member.exchanges.shards[0], number)
     assert durable.member.effects.take() == said * is_said
+
+
+def test_a_member_that_was_told_that_a_round_is_void_says_so_once_when_it_begins_the_round_again() -> None:
+    """Test a word that comes a round before: what said it may be lost before any other member hears."""
+    member = Alone(slices=1).member
+    void = Failure(Scope.EXCHANGE, "RoundVoidError", "refused", {}, bucket(1))
+    member.told(void, ())
+    member.rounds.go_on_from(1)
+    assert member.rounds.begin_direct(0, Waiting()) is not None
+    assert member.effects.take() == []
+
+    member.begin_again()
+    assert member.effects.take() == [Tell(Push(bucket(1), 0, 0.0, False), 0)]
+    member.begin_again()
+    assert member.effects.take() == [], "over the coordinator, nothing is refused"
+    member.finish_round()
+    member.rounds.begin_direct(0, Waiting())
+    member.refuse(0)
+    member.effects.take()
+    member.begin_again()
+    assert member.effects.take() == [], "it was said"
 
 
 class LateAlone(Durable):

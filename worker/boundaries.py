@@ -160,8 +160,7 @@ class Boundaries:
 
     def begin_again(self) -> None:
         """Begin the present round again, in a section that the coordinator reduces: it was void."""
-        with self._traffic.mutex:
-            self._member.rounds.begin_again()
+        self._traffic.hand(self._member.begin_again)
 
     # ── collectives of members among themselves ───────────────────────────────────────────────────────
 

@@ -260,6 +260,14 @@ class Member:
         """Take the present round for void, with its commit ``index``, and say so."""
         self._say_refused(self.rounds.refuse(index))
 
+    def begin_again(self) -> None:
+        """Begin the present round again, in another section: it was void. Say so, also if this member was told it.
+
+        A data half that told it may be lost with the one that refused, before any other member heard.
+        """
+        if (key := self.rounds.begin_again()) is not None:
+            self._say_refused(key)
+
     def refuse_again(self, shard: int, number: int) -> None:
         """Say to ``shard``, which stands in round ``number``, if this member takes the present round for void.
 

@@ -115,12 +115,14 @@ class Rounds:
         self.refused = ExchangeKey(BUCKET, self.number, index)
         return self.refused
 
-    def begin_again(self) -> None:
-        """Begin the present round again, with another section: it was void."""
-        if self._direct is not None:
-            self.refused = self._direct[0]
+    def begin_again(self) -> ExchangeKey | None:
+        """Begin the present round again, with another section: it was void. Give its commit, if that is to be said."""
+        said, direct = self.refused, self._direct
+        if direct is not None:
+            self.refused = direct[0]
         self._end_attempt()
         self.attempt += 1
+        return self.refused if said is None else None
 
     def _end_attempt(self) -> None:
         self.pushed.clear()

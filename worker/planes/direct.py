@@ -9,9 +9,9 @@ A round, at one member:
     REDUCING   push                                           REDUCING   a reduction begins, in the order of buckets
     REDUCING   `finish`; all reductions are done              VOTING     the commit is pushed
     REDUCING   a reduction fails, or takes too long           FALLEN     the commit is refused: void for all
-    REDUCING   word that the round is void                    FALLEN     communicators are given up
+    REDUCING   word that the round is void                    FALLEN     communicators are given up; it is refused, too
     VOTING     the commit's result                            (none)     results are copied into the buckets
-    VOTING     word that the round is void                    FALLEN     communicators are given up
+    VOTING     word that the round is void                    FALLEN     the same
     any        another error, as a lost coordinator           (none)     it is raised
     FALLEN     push                                           FALLEN     this and earlier ones go to the coordinator
     FALLEN     `finish`                                       (none)     as the coordinator's plane does
