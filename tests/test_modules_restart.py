@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gradserver.local import LocalCluster
-from tests.modules_training import TURNS, train
-from tests.test_restart import WORLD, Group
+from tests.cluster import wait_until
+from tests.modules_training import MODULES, TURNS, train
+from tests.test_restart import WORLD, Group, only_waits_for_others
 from tests.test_shard_processes import children_of
 
 PROGRAM = Path(__file__).with_name("modules_training.py")
@@ -60,6 +61,7 @@ def test_a_round_is_adopted_of_which_nothing_is_made_anew(tmp_path: Path) -> Non
         late, others = group.workers[-1], group.workers[:-1]
         for worker in group.workers:
             worker.expect("held")
+        wait_until(lambda: only_waits_for_others(group, len(MODULES[TURNS[held]])), "the last one has given everything")
         late.send_signal(signal.SIGSTOP)
         for worker in others:
             worker.tell()

@@ -16,7 +16,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Received, Restored, Tick
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.policy import Lateness, Policy
-from gradserver.engine.records import Chosen, Entered, Epoch, Told
+from gradserver.engine.records import Chosen, Commits, Entered, Epoch, Told
 from gradserver.protocol.errors import DisagreementError, GradServerError, JoinRefusedError
 from gradserver.protocol.limits import MAX_PLANE_REASON
 from gradserver.protocol.means import mean_of
@@ -24,7 +24,7 @@ from gradserver.protocol.messages import Enter, Failure, Join, Membership, Serve
 from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.offers import Device, Offer, pack_offers, summary, unpack_offers
 from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, DIRECT, PLANES
-from tests.engine_harness import SEATS, Harness
+from tests.engine_harness import SEATS, Harness, plan_of
 from tests.plane_tables import PAGE, page
 from tests.test_restoring import FOUNDED, write
 from tests.test_state_dir import opened, round_record
@@ -286,6 +286,29 @@ def test_a_learner_is_told_the_plane_that_it_would_bring() -> None:
     assert welcome.plane_reason.startswith("'spot-3' has no torch")
     assert made.group()["plane"]["name"] == "direct", "it is not a member yet"
     made.receive(SEATS + 2, Enter())
+
+
+def test_a_learner_wraps_modules_as_the_founder_was_told_to() -> None:
+    """Test a founder that is alone, and has agreed on its module's gradients, and not yet on the commit of these."""
+    made = harness(Policy(1, 3, gather=0.0))
+    join(made, 0, CPU)
+    made.propose(0, plan_of(2))
+    join(made, 1, CPU)
+
+    founder, learner = (told(made, rank, Welcome) for rank in range(2))
+    assert learner.joins
+    assert (founder.commits, learner.commits) == (True, True)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_modules_of_a_learner_have_commits_after_a_restart_if_those_of_others_have(
+    commits: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, *FOUNDED[:3], *([Commits("g")] if commits else []))
+    with opened(tmp_path) as state:
+        engine = Engine({"g": Policy(1, 2)}, incarnation=state.incarnation)
+        engine.handle(Restored(state.restored), 0.0)
+    assert engine.control.groups["g"].planes.commits is commits
 
 
 # ── what is demanded ──────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from gradserver.engine.records import (
     Boundary,
     Chosen,
     Closed,
+    Commits,
     Cut,
     Durable,
     Entered,
@@ -41,7 +42,7 @@ _MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
 """Groups of which the used quota is restated: more than there can be in all."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
-_POLICIES: Final[tuple[type[Kind], ...]] = (Handling, Stragglers, Moded)
+_POLICIES: Final[tuple[type[Kind], ...]] = (Handling, Stragglers, Moded, Commits)
 _BEFORE: Final[tuple[type[Kind], ...]] = (Group, Subgroup, Durable, *_POLICIES)
 """Kinds of which a group's latest record is restated before its memberships, in this order."""
 _BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)

@@ -461,6 +461,14 @@ class Begun(Kind):
     others: Ranks
 
 
+@kind(24)
+@dataclass(frozen=True, slots=True)
+class Commits(Kind):
+    """Modules of a durable group are wrapped with a commit, as its founders were told to."""
+
+    group: Name
+
+
 @kind(21)
 @dataclass(frozen=True, slots=True)
 class Subgroup(Kind):

@@ -146,6 +146,7 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
     founders = _choose_members(registry, group, effects)
     registry.has_begun(group)
     order = registry.opening(group, founders, group.shards.tokens)
+    group.begin_planes(group.members.by_id)
     is_told = group.choose_plane()
     journal.founded(group, effects)
     payloads = pack_offers(group.planes.offers_of(group.members.by_id))

@@ -15,6 +15,7 @@ from gradserver.engine.records import (
     Begun,
     Boundary,
     Closed,
+    Commits,
     Computed,
     Cut,
     Durable,
@@ -52,6 +53,8 @@ def _policies(group: Group, effects: Effects) -> None:
     mode, lateness = group.policy.mode, group.policy.lateness
     if group.is_durable and lateness is not None:
         _first(group, Stragglers(group.name, lateness.keeps), effects)
+    if group.is_durable and group.planes.commits:
+        _first(group, Commits(group.name), effects)
     if mode.grants:
         bound = -1 if mode.staleness is None else mode.staleness
         _first(group, Moded(group.name, str(mode.name), bound, str(mode.damping)), effects)

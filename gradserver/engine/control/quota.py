@@ -4,7 +4,7 @@
     ───────────────────────────────────────────  ──────────────────────────────────────────────────────────────────
     Group, Subgroup, Durable, Handling, Epoch,   whole
     Stragglers, Entered, Chosen, Plan, Halt,
-    Closed, Reset
+    Closed, Reset, Commits
     Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each member concerned
     Round, Boundary, Cut                         not at all
 

@@ -23,6 +23,7 @@ from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, 
 from gradserver.engine.records import (
     Begun,
     Boundary,
+    Commits,
     Cut,
     Durable,
     Entered,
@@ -208,7 +209,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
             origin=origin,
         )
     group.members.restore(names, dict(latest.members), latest.epoch)
-    group.planes.restore(found.offers, _choice(found, latest.epoch))
+    _restore_planes(group, found, latest.epoch)
     group.shards.restore(Table(len(latest.members), durable.rates, policy.mean.unit), max(len(durable.rates) - 1, 0))
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
@@ -225,6 +226,11 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
 def _began(found: GroupState, epochs: Sequence[Epoch]) -> int:
     """Return the first epoch of a sub-group; 0 if rounds show that all members have had it."""
     return epochs[0].epoch if found.latest(Round) is None and found.latest(Boundary) is None else 0
+
+
+def _restore_planes(group: Group, found: GroupState, epoch: int) -> None:
+    """Go on with what members offer, the plane of an ``epoch``, and whether modules have commits."""
+    group.planes.restore(found.offers, _choice(found, epoch), found.latest(Commits) is not None)
 
 
 def _restore_rounds(group: Group, found: GroupState) -> None:

@@ -46,7 +46,7 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         plane=choice.plane,
         plane_reason=choice.reason,
         demanded=choice.demanded,
-        commits=group.has_commits,
+        commits=group.planes.commits,
         digests=group.planes.digests,
         mode=str(group.policy.mode.name),
         staleness=-1 if group.policy.mode.staleness is None else group.policy.mode.staleness,

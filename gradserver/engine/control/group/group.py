@@ -31,7 +31,6 @@ from gradserver.engine.order_fields import Departure, Member, Newcomer
 from gradserver.engine.orders import Configure, RemoteOrder
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, LeftOutError, UnexpectedMessageError
-from gradserver.protocol.exchange import Kind
 from gradserver.protocol.limits import MAX_ROUNDS_AHEAD, MAX_TOKEN, MAX_UNWRITTEN_ROUNDS
 from gradserver.protocol.messages import Membership
 from gradserver.protocol.offers import summary
@@ -202,15 +201,12 @@ class Group:
         """Return the facts by which the plane of these members is chosen."""
         names = self.members.identities.names
         workers = self.planes.candidates({member_id: names[member_id] for member_id in member_ids})
-        has_commits = self.plans.plan is None or self.has_commits
+        has_commits = self.plans.plan is None or self.planes.commits
         return Case(workers, self.leaves_late, has_commits, str(self.policy.mode.name), self.policy.mean)
 
-    @property
-    def has_commits(self) -> bool:
-        """True if modules have a commit beside their gradients; before the first is wrapped, if they are to."""
-        if self.plans.plan is None:
-            return self.planes.can_have_commits(self.case(self.members.identities.present))
-        return any(bucket.kind is Kind.COMMIT for bucket in self.plans.plan.buckets)
+    def begin_planes(self, founders: Iterable[int]) -> None:
+        """Decide by what the ``founders`` offer whether modules have commits."""
+        self.planes.begin(self.case(founders))
 
     def log_plane(self, effects: Effects) -> None:
         """Log the plane, the reason, and what it goes by."""

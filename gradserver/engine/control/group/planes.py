@@ -25,6 +25,7 @@ class Planes:
         choice: the plane in force.
         written: the choice that the journal has.
         unwritten: members and learners with offers that the journal has not.
+        commits: true if modules are wrapped with a commit. That is decided when the group begins: all hear the same.
     """
 
     demanded: str = AUTO
@@ -33,6 +34,7 @@ class Planes:
     choice: Choice = field(default_factory=Choice)
     written: Choice = field(default_factory=Choice)
     unwritten: set[int] = field(default_factory=set)
+    commits: bool = False
 
     def take(self, member_id: int, offer: Offer) -> None:
         """Take what a worker offers that has got ``member_id``."""
@@ -40,10 +42,11 @@ class Planes:
             self.unwritten.add(member_id)
         self.offers[member_id] = offer
 
-    def restore(self, offers: Mapping[int, Offer], choice: Choice) -> None:
+    def restore(self, offers: Mapping[int, Offer], choice: Choice, commits: bool) -> None:
         """Go on with what an earlier coordinator has written."""
         self.offers = dict(offers)
         self.choice = self.written = choice
+        self.commits = commits
 
     def offers_of(self, member_ids: Iterable[int]) -> tuple[Offer, ...]:
         """Return what these members offer, in this order; nothing if none of them has told."""
@@ -67,9 +70,9 @@ class Planes:
         before, self.choice = self.choice, self.best_for(case)
         return self.choice != before
 
-    def can_have_commits(self, case: Case) -> bool:
-        """Tell whether members of a group that begins can reduce among themselves, now or with more workers."""
-        return can_have_commits(case, self.demanded)
+    def begin(self, founders: Case) -> None:
+        """Decide whether modules have commits: if members can reduce among themselves, now or with more workers."""
+        self.commits = can_have_commits(founders, self.demanded)
 
     def check(self, group: str, others: Case, new: Candidate) -> None:
         """Raise the error that keeps a worker out of the group, as to its plane, if there is one."""
