@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster, LocalSGD, ShardSampler
-from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.job.checkpoint import Directory, read
 from tests.models import Transformer, loss_of, seeded, tokens
@@ -136,6 +136,29 @@ def test_a_job_continues_from_one_that_has_exchanged_gradients(tmp_path: Path) -
         return {name: one.clone() for name, one in model.weights().items()}
 
     assert same(on(2, synchronous)[0], on(2, local)[0])
+
+
+def test_gradients_are_clipped_by_each_worker_as_no_average_of_them_exists() -> None:
+    def work(worker: Worker) -> tuple[float, float]:
+        module = Network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        model = LocalSGD(module, worker, optimizer)
+        with pytest.raises(UsageError, match=r"clip_grad_norm=1 limits averaged.*job\.step\(before=clip\)"):
+            Job(model, optimizer, clip_grad_norm=1.0)
+        job, norms = Job(model, optimizer), list[float]()
+
+        def clip() -> None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+
+        (100 * model(torch.ones(2, 3))).square().mean().backward()
+        start = [one.detach().clone() for one in model.parameters()]
+        job.step(before=clip)
+        moved = [before - after for before, after in zip(start, model.parameters(), strict=True)]
+        return norms[0], float(nn.utils.get_total_norm(moved))
+
+    for norm, moved in on(2, work):
+        assert norm > 0.5
+        assert moved == pytest.approx(0.5, rel=1e-3)
 
 
 def test_several_models_exchange_gradients() -> None:

@@ -27,6 +27,7 @@ from gradserver.worker.job.trained import (
     Trained,
     Wrapped,
     bits,
+    check_clips,
     check_updated,
     chosen,
     of_bits,
@@ -85,7 +86,8 @@ class Job:
             be the same for all workers, and must hold the same checkpoints for all that start.
         every: number of rounds between two saves. None: save only on SIGTERM and when `save` is called.
         keep: number of checkpoints to keep in the directory.
-        clip_grad_norm: limit of the norm of each model's averaged gradients, to which `step` clips them; None: none.
+        clip_grad_norm: limit of the norm of each model's averaged gradients, to which `step` clips them; None: none. A
+            `LocalSGD` has no averaged gradients: ``before`` of `step` can clip the worker's own.
 
     Attributes:
         model: the model, as given. Of several, the one that was wrapped first.
@@ -98,6 +100,7 @@ class Job:
     Raises:
         StateError: a checkpoint cannot be read, or belongs to another job. The error names the file.
         DisagreementError: the workers found different checkpoints.
+        UsageError: the options exclude each other, such as ``clip_grad_norm`` and a `LocalSGD`.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Job:
         self._saving = Saving(self._worker, self._state, directory, every)
         self._plain_steps = False
         self._clip = check_limit(clip_grad_norm, "clip_grad_norm")
+        check_clips(first, self._clip)
         self._looked_at = 0
         """The round in which the job last checked whether something is to be saved."""
         self._dropped: list[Trained] | None = None

@@ -212,6 +212,16 @@ def together(parts: Sequence[Trained], updated: Sequence[Trained]) -> list[Train
     return [p for p in parts if p not in updated and p.fresh and p.synchronous._backward.latest in backwards]
 
 
+def check_clips(part: Trained, limit: float | None) -> None:
+    """Raise UsageError if averaged gradients are to be clipped to ``limit``, and the model exchanges none."""
+    if limit is not None and isinstance(part.model, LocalSGD):
+        raise UsageError(
+            f"clip_grad_norm={limit:g} limits averaged gradients, and a LocalSGD exchanges changes of parameters: "
+            f"leave it out, and clip this worker's own gradients in each step: def clip(): "
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:g}); job.step(before=clip)"
+        )
+
+
 def check_updated(parts: Sequence[Trained]) -> None:
     """Raise UsageError if the gradients of one of these were dropped."""
     for part in parts:
