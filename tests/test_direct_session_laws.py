@@ -7,6 +7,7 @@ round over the coordinator, with the same contributions. No member waits for a w
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.data import commits
-from gradserver.protocol.exchange import BUCKET
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.rounds import Rounds
 from tests.direct_session_group import DirectGroup, counted_directly
@@ -107,11 +108,67 @@ def test_no_word_is_lost_while_a_shard_has_yet_to_stand() -> None:
     check(script_of_direct_rounds(1226))
 
 
+class ToldGroup(DirectGroup):
+    """A group that is lost as soon as one member was told in the first round that the second one is void.
+
+    Coordinator, data shards and the member that refused are lost together, before another member hears of the refusal.
+    """
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        program = [chance.choice([DIRECT, Act()]), DIRECT, DIRECT]
+        rates = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0)])
+        super().__init__(3, [[8, 8, 8, 8]], program, seed, rates, (), None, chance.choice([0.05, 0.3]))
+        self.refuser: int | None = None
+        self.told = False
+
+    def refuses(self, uid: int, number: int) -> bool:
+        """Tell whether a process cannot reduce a round: the first one that begins the second."""
+        if number != 1 or self.refuser is not None:
+            return False
+        self.refuser = uid
+        return True
+
+    def run(self) -> None:
+        """Run the script, and look at what members are told."""
+        commit_failed = Rounds.commit_failed
+
+        def hears(member: Rounds, key: ExchangeKey, error: Any) -> Any:
+            found = commit_failed(member, key, error)
+            if key.number == 1 and member.number == 0 and self.refuser is not None and not self.told:
+                self.told = True
+                self.world.at[self.world.steps + 1].append(self._lose)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Rounds, "commit_failed", hears)
+            super().run()
+
+    def _lose(self) -> None:
+        assert self.refuser is not None
+        self.world.harness.fuse = 0
+        self.kill(self.refuser)
+        for _ in range(3):
+            self.world.kill_any_shard(0)
+
+
+@pytest.mark.parametrize("seed", [77, 113, 133, 272, 414])
+def test_what_a_member_was_told_is_not_lost_with_all_that_said_it(seed: int) -> None:
+    group = ToldGroup(seed)
+    check(group)
+    assert group.told
+
+
 # ── planted faults ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _forget_refusals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Member, "refuse_again", lambda *_: None)
+
+
+def _forget_what_was_told(patch: pytest.MonkeyPatch) -> None:
+    """Begin a round again without a word, where others have told that it is void."""
+    patch.setattr(Member, "begin_again", lambda self: self.rounds.begin_again() and None)
 
 
 def _say_nothing_behind_a_recovery(patch: pytest.MonkeyPatch) -> None:
@@ -165,6 +222,7 @@ def _void_at_its_sender_alone(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[Plant, int]] = {
     "a refusal is lost with the coordinator": (_forget_refusals, 0),
+    "a word is forgotten that a member was told": (_forget_what_was_told, 77),
     "no member hears behind a recovery which memberships have ended": (_say_nothing_behind_a_recovery, 330),
     "a departure makes a commit void although a member holds its result": (_void_commits_in_a_recovery, 277),
     "a word that comes before the plan is forgotten": (_heed_the_plan_first, 139),
@@ -174,7 +232,8 @@ FAULTS: dict[str, tuple[Plant, int]] = {
 }
 """Faults, each with the first script that finds it."""
 SCRIPTS_OF: dict[Plant, Callable[[int], DirectGroup]] = {
-    _forget_refusals: lambda seed: RefusedGroup(2, [[2]], [DIRECT] * 3, seed)
+    _forget_refusals: lambda seed: RefusedGroup(2, [[2]], [DIRECT] * 3, seed),
+    _forget_what_was_told: ToldGroup,
 }
 """Scripts of faults that show too seldom in those of `tests.session_scripts`."""
 
