@@ -118,6 +118,24 @@ def test_a_job_is_saved_every_few_exchanges_with_what_was_not_exchanged_yet(tmp_
     assert tree["outer"]["round"] == tree["round"]
 
 
+def test_a_job_that_continues_counts_from_the_checkpoint_until_the_next_save(tmp_path: Path) -> None:
+    def work(worker: Worker) -> list[str]:
+        module = Network()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        model = LocalSGD(module, worker, optimizer, every=1)
+        job = Job(model, optimizer, checkpoint=tmp_path, every=4, keep=9)
+        begun = job.round
+        while job.round < begun + 5:
+            model(torch.ones(2, 3)).sum().backward()
+            job.step()
+        job.save()
+        return sorted(path.stem[-2:] for path in tmp_path.iterdir() if path.stem[-2:].isdigit())
+
+    # A save exchanges what was not exchanged yet, so its round is one more.
+    assert on(1, work) == [["05", "06"]]
+    assert on(1, work) == [["05", "06", "09", "12"]]
+
+
 def test_a_job_continues_from_one_that_has_exchanged_gradients(tmp_path: Path) -> None:
     def synchronous(worker: Worker) -> dict[str, Tensor]:
         module = Network()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,16 @@ from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.job.checkpoint import Directory
-from gradserver.worker.job.local_steps import local_steps_of
+from gradserver.worker.job.local_steps import LocalSteps
 from gradserver.worker.job.position import check_data, position_of
 from gradserver.worker.job.saving import Saving, check_every
+from gradserver.worker.job.several_steps import SeveralSteps
 from gradserver.worker.job.state import JobState
+from gradserver.worker.job.steps import GradientSteps, Steps
 from gradserver.worker.job.stopping import stop_on_sigterm
-from gradserver.worker.job.trained import (
-    Scheduler,
-    Stateful,
-    Trained,
-    Wrapped,
-    bits,
-    check_clips,
-    check_updated,
-    chosen,
-    of_bits,
-    part_of,
-    together,
-    trained,
-)
+from gradserver.worker.job.trained import Scheduler, Stateful, Wrapped, trained
+from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.norms import check_limit
-from gradserver.worker.torch_ddp.alike import Newcomers
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
 
@@ -94,7 +82,6 @@ class Job:
         optimizer: the optimizer of ``model``.
         scheduler: the scheduler of ``model``.
         models: all models, by name (or place in the list).
-        entered: value of ``round`` at which this worker joined, or has come to so far. 0 for a founder.
         resumed: the checkpoint that the job continued from. None for a new job.
 
     Raises:
@@ -123,42 +110,23 @@ class Job:
         first = self._parts[0]
         self.model, self.optimizer, self.scheduler = first.model, first.optimizer, first.scheduler
         self.models: dict[str, Any] = {part.name: part.model for part in self._parts}
-        self.entered = 0
         self.resumed: Path | None = None
-        self._worker, self._several = first.model.worker, bool(first.name)
-        self._entering = self._worker.joins and self._several
-        """True if the worker has joined, and is not at the top of its loop while the others are."""
+        self._worker = first.model.worker
         self._position = None if data is None else position_of(data, self._worker)
         self._state = JobState(self._worker, self._parts, state or {}, self._position)
         directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._saving = Saving(self._worker, self._state, directory, every)
+        limit = check_limit(clip_grad_norm, "clip_grad_norm")
+        kind = SeveralSteps if first.name else LocalSteps if isinstance(first.model, LocalSGD) else GradientSteps
+        self._steps: Steps = kind(self._worker, self._parts, self._state, self._saving, self._position, limit)
         self._plain_steps = False
-        self._clip = check_limit(clip_grad_norm, "clip_grad_norm")
-        check_clips(first, self._clip)
-        self._looked_at = 0
-        """The round in which the job last checked whether something is to be saved."""
-        self._dropped: list[Trained] | None = None
-        """Models with gradients that the others drop, in a round for which this worker has no data."""
-        self._newcomers = Newcomers(self._worker)
-        self._local = local_steps_of(first, self._worker, self._state, self._saving, self._newcomers)
         if self._worker.joins:
-            # The others wait for a worker that gets samples from the coordinator, so that these count.
-            if self._several and data is None:
-                raise UsageError(
-                    "a job of several models joins others at the top of their loop, which is known with job.batches "
-                    "only: give data=, here and at the others"
-                )
-            waits = isinstance(data, DataRanges) or self._several
-            self._worker.enter(self._take_over, waits=waits and self._local is None)
-            self._worker._session.member.turns.go_on_from(self._state.done)
-            if self._local is not None:
-                self._local.catch_up()
-                self.entered = self.round
+            self._steps.enter(self._take_over)
         elif directory is not None:
             self._load(directory.latest)
         if directory is not None:
             stop_on_sigterm(self)
-        if not self._several or data is not None:
+        if self._steps.can_be_joined:
             self._worker.serve_state(self._state.for_learner)
 
     @property
@@ -166,19 +134,25 @@ class Job:
         """Number of updates of the weights since the job was first started; with local SGD, number of exchanges."""
         return self._state.round
 
+    @property
+    def entered(self) -> int:
+        """Value of ``round`` at which this worker joined, or has come to so far. 0 for a founder."""
+        return self._state.entered
+
     def _load(self, find: Callable[[], Path | None]) -> bool:
         """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
         path = self._state.load(find)
         if path is None:
             return False
-        self._looked_at, self.resumed = self.round, path
+        self._saving.start()
+        self.resumed = path
         log.info("the job goes on from round %d (%s)", self.round, path)
         return True
 
     def _take_over(self, tree: Tree) -> None:
         """Take the state of another member."""
         self._state.take_over(tree)
-        self._looked_at = self.entered = self.round
+        self._saving.start()
         log.info("the job joined the others after round %d", self.round)
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
@@ -211,83 +185,7 @@ class Job:
             StateError: a worker was told to stop, and the state could not be saved.
         """
         self._check_step(before, after)
-        if self._local is not None:
-            self._local.step(before, after)
-            return
-        if not self._several and not self._parts[0].synchronous.exchanged:
-            return  # its cadence, or `no_sync`, has accumulated the gradients
-        if self._worker.mode != "sync":
-            self._apply_updates(before, after)
-            return
-        updated, before_it = chosen(self._parts, models), self.round
-        dropped = together(self._parts, updated) if self._dropped is None else self._dropped
-        if self._several:
-            check_updated(updated)
-            if self._dropped is None:
-                self._worker._session.steps(bits(self._parts, updated), bits(self._parts, dropped))
-            self._dropped = None
-        saves_later = self._several and self._position is not None
-        if not saves_later:
-            self._saving.ask()
-        models_updated = [part.synchronous for part in updated]
-        if any(one.has_update for one in models_updated) and not any(one.skipped for one in models_updated):
-            self._update(updated, before, after)
-        for part in (*updated, *dropped):
-            part.clear()
-            part.dropped = part in dropped
-        if not self._several:
-            self._catch_up(before, after)
-        self._end_step(before_it, saves_later)
-
-    def _end_step(self, before: int, saves_later: bool = False) -> None:
-        if self._position is not None and not self._parts[0].waits:
-            self._position.count()
-        self._worker.boundary()
-        self._newcomers.check(self._state.replicated, self.round)
-        if not saves_later:
-            self._saving.save_or_leave(before)
-
-    def _apply_updates(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        """Update the weights by all rounds that the last backward leads to, where rounds do not wait for all."""
-        for _ in self._parts[0].synchronous.updates():
-            number = self.round
-            self._saving.ask()
-            self._apply(before, after)
-            self._end_step(number)
-
-    def _save_if_due(self) -> None:
-        """Save at the top of the loop of several models. In between some are updated and others not."""
-        before, self._looked_at = self._looked_at, self.round
-        self._saving.ask()
-        self._saving.save_or_leave(before)
-
-    def _update(
-        self, updated: Sequence[Trained], before: Callable[[], object] | None, after: Callable[[], object] | None
-    ) -> None:
-        for part in updated:
-            part.clip(self._clip)
-        if before is not None:
-            before()
-        for part in updated:
-            part.update()
-        self._state.count_round()
-        if self._worker.observes:
-            self.entered = self.round
-        if after is not None:
-            after()
-
-    def _catch_up(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        """Repeat what the others have done since this worker got its state."""
-        while self._worker.has_next:
-            if self._parts[0].synchronous.replay():
-                self._apply(before, after)
-
-    def _apply(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        """Update the only model by the gradients of a round."""
-        (part,) = self._parts
-        if not part.synchronous.skipped:
-            self._update(self._parts, before, after)
-        part.clear()
+        self._steps.step(models, before, after)
 
     def batches(
         self,
@@ -318,67 +216,10 @@ class Job:
             raise UsageError(f"{', '.join(options)}: give these to the DataLoader itself")
         self._plain_steps = step is None
         for _ in self._position.epochs(epochs):
-            with self._join(self.step if step is None else step):
+            with self._steps.join(self.step if step is None else step):
                 self._position.running = True
-                for batch in self._from_the_top(self._position.batches(loader)):
-                    if self._ended:
-                        break
-                    yield batch
+                yield from self._steps.batches(self._position.batches(loader))
             self._position.running = False
-
-    @property
-    def _ended(self) -> bool:
-        """True if the others have come to the end of the epoch."""
-        return any(part.model.ended for part in self._parts)
-
-    @contextmanager
-    def _join(self, step: Callable[..., object]) -> Iterator[None]:
-        """Join as `DistributedDataParallel.join`, for all models at once."""
-        if not self._several:
-            with self._parts[0].model.join(step):
-                yield
-            return
-        for part in self._parts:
-            backward = part.synchronous._backward
-            backward.ended = max(backward.ended - 1, 0)
-        if self._entering:
-            assert self._position is not None
-            self._position.running = True
-            self._follow(step, to_the_top=True)
-        yield
-        if not self._ended:
-            self._follow(step)
-        self._save_if_due()
-
-    def _from_the_top(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches``. Before each the others hear of it, as they may have none, and the job can be saved."""
-        while True:
-            if self._several and not self._ended:
-                if not self._entering:
-                    self._worker._session.steps(0, 0)
-                self._entering = False
-                self._save_if_due()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
-
-    def _follow(self, step: Callable[..., object], to_the_top: bool = False) -> None:
-        """Repeat the others' updates without data, until the top of their loop or the end of the epoch."""
-        while True:
-            news = self._worker._session.follow()
-            if news.updated:
-                self._dropped = of_bits(self._parts, news.dropped)
-                step(*(part.model for part in of_bits(self._parts, news.updated)))
-            elif news.top:
-                if to_the_top:
-                    return
-                self._save_if_due()
-            elif not part_of(self._parts, news).model.replay():
-                for part in self._parts:
-                    part.clear()
-                return
 
     def stop(self) -> None:
         """Save when this round is over, and leave, as on SIGTERM. It returns at once. Any thread may call it."""

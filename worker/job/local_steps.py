@@ -2,91 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from gradserver.worker.client import Worker
-from gradserver.worker.job.saving import Saving
-from gradserver.worker.job.state import JobState
-from gradserver.worker.job.trained import Trained
+from gradserver.protocol.errors import UsageError
+from gradserver.worker.job.steps import Call, Steps
+from gradserver.worker.job.trained import Wrapped, chosen
 from gradserver.worker.local_sgd.wrapper import LocalSGD
-from gradserver.worker.torch_ddp.alike import Newcomers
+from gradserver.worker.tree import Tree
 
 
-class LocalSteps:
-    """The steps of the model of a job, and the boundaries between its exchanges.
+class LocalSteps(Steps):
+    """The steps of one model with local SGD, and the boundaries between its exchanges.
 
     Members are at the same boundary at other times, with a delay: so they speak of saves only after the last fragment.
-
-    Args:
-        worker: the worker.
-        part: the model.
-        model: the same, as it is wrapped.
-        state: the job's state.
-        saving: the job's saves.
-        newcomers: the comparison of new members.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        part: Trained,
-        model: LocalSGD,
-        state: JobState,
-        saving: Saving,
-        newcomers: Newcomers,
-    ) -> None:
-        self._worker = worker
-        self._part = part
+    def __init__(self, *common: Any) -> None:
+        super().__init__(*common)
+        if self._limit is not None:
+            raise UsageError(
+                f"clip_grad_norm={self._limit:g} limits averaged gradients, and a LocalSGD exchanges changes of "
+                f"parameters: leave it out, and clip this worker's own gradients in each step: def clip(): "
+                f"torch.nn.utils.clip_grad_norm_(model.parameters(), {self._limit:g}); job.step(before=clip)"
+            )
+        model = self._parts[0].model
+        assert isinstance(model, LocalSGD)
         self._model = model
-        self._state = state
-        self._saving = saving
-        self._newcomers = newcomers
-        self._looked_at = state.round
-        """The round in which the job last checked whether something is to be saved."""
-        self._saves = False
         model.count_by_hand()
         model.on_boundary(self._at_boundary)
 
-    def step(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        """Step the inner optimizer, and exchange what is due."""
-        if before is not None:
-            before()
-        self._part.update()
-        if after is not None:
-            after()
-        self._part.optimizer.zero_grad()
-        self._model.step()
-
-    def catch_up(self) -> None:
-        """Follow the others without data, until this worker contributes to the next exchange."""
+    def enter(self, take_over: Callable[[Tree], None]) -> None:
+        """Join a group that trains already, and follow it until this worker contributes to the next exchange."""
+        self._worker.enter(take_over)
         while not self._worker._session.member.is_inside:
             self._model.replay()
-        self._looked_at = self._state.round
+        self._state.enter()
+        self._saving.start()
+
+    def step(self, models: Sequence[Wrapped | str], before: Call, after: Call) -> None:
+        """Step the inner optimizer, and exchange what is due."""
+        (part,) = chosen(self._parts, models)
+        if before is not None:
+            before()
+        part.update()
+        if after is not None:
+            after()
+        part.optimizer.zero_grad()
+        self._model.step()
 
     def _at_boundary(self) -> None:
         """Do what is due between two exchanges."""
         self._state.count_round()
         if self._worker.observes:
             return
-        self._worker.boundary()
-        self._newcomers.check(self._state.replicated, self._state.round)
-        if self._saves or not self._model.is_whole:
-            return
-        self._saving.ask()
-        if not self._saving.takes_part:
-            return
-        self._saves = True  # a save exchanges what is left, and comes here again
-        try:
-            self._saving.save_or_leave(self._looked_at)
-        finally:
-            self._saves = False
-        self._looked_at = self._state.round
-
-
-def local_steps_of(
-    part: Trained, worker: Worker, state: JobState, saving: Saving, newcomers: Newcomers
-) -> LocalSteps | None:
-    """Return the steps of a job with local SGD; None for one that exchanges gradients."""
-    if not isinstance(part.model, LocalSGD):
-        return None
-    return LocalSteps(worker, part, part.model, state, saving, newcomers)
+        self._pass_boundary()
+        if self._model.is_whole and not self._saving.is_saving:
+            self._saving.ask()
+            self._saving.save_or_leave()

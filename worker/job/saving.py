@@ -49,6 +49,7 @@ class Saving:
 
     Attributes:
         takes_part: whether this worker takes part in what members do at the present boundary, as last asked.
+        is_saving: whether a save exchanges something at present.
     """
 
     def __init__(self, worker: Worker, state: JobState, directory: Directory | None, every: int | None) -> None:
@@ -58,7 +59,9 @@ class Saving:
         self._every = every
         self._writing: Writing | None = None
         self._told_to_stop = False
-        self.takes_part = False
+        self._looked_at = 0
+        """The round in which it was last checked whether a save is due."""
+        self.takes_part = self.is_saving = False
         self._asked: deque[_Asked] = deque()
         """Comparisons of the last updates that were not heeded yet."""
         self._later = 0 if worker.mode == "sync" else _UPDATES_LATER
@@ -70,6 +73,10 @@ class Saving:
             raise UsageError("this job has no directory to save in: Job(…, checkpoint=DIRECTORY)")
         self._told_to_stop = True
 
+    def start(self) -> None:
+        """Begin to count rounds until the next save at the present one."""
+        self._looked_at = self._state.round
+
     def ask(self) -> None:
         """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
         self.takes_part = self._directory is not None and not self._worker.observes
@@ -80,24 +87,42 @@ class Saving:
         handle = self._worker.all_reduce(stopping, op="max", async_op=True)
         self._asked.append(_Asked(self._worker.names, self._worker.rank, handle))
 
-    def save_or_leave(self, before: int) -> None:
-        """Save if workers were told to stop, or if a save is due since round ``before``."""
+    def save_or_leave(self) -> None:
+        """Save if workers were told to stop, or if a save is due since the last call."""
+        if not self._heed_stop() and self.takes_part and self._is_due:
+            self._save_beside()
+        self._looked_at = self._state.round  # after the save, as that may exchange what was left
+
+    @property
+    def _is_due(self) -> bool:
+        return self._every is not None and self._state.round // self._every > self._looked_at // self._every
+
+    def _heed_stop(self) -> bool:
+        """Save if workers were told to stop, and leave if this one was. Return whether there were any."""
         if len(self._asked) > self._later:
             asked = self._asked.popleft()
             leaving = np.flatnonzero(asked.stopping.wait()).tolist()
             if leaving:
                 self._save_and_leave([asked.names[rank] for rank in leaving], asked.rank in leaving, leaving[0])
-                return
-        is_due = self._every is not None and self._state.round // self._every > before // self._every
-        if is_due and self.takes_part:
-            self._save_beside()
+                return True
+        return False
 
     def save(self, path: str | Path | None = None) -> None:
         """Save to ``path`` or the directory, and return when it is written."""
         if path is None and self._directory is None:
             raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
-        tree = self._state.agree()
+        tree = self._agree()
         self._await(None if tree is None else Writing(partial(self._write, tree, path)))
+        if path is None:
+            self.start()
+
+    def _agree(self) -> Tree | None:
+        """Return the tree to save, at the writing worker. With local SGD this exchanges what was not exchanged yet."""
+        self.is_saving = True
+        try:
+            return self._state.agree()
+        finally:
+            self.is_saving = False
 
     def _write(self, tree: Tree, path: str | Path | None) -> None:
         if self._writing is not None:
@@ -108,7 +133,7 @@ class Saving:
             self._directory.write(self._state.round, pack(tree))
 
     def _save_beside(self) -> None:
-        tree = self._state.agree()
+        tree = self._agree()
         if tree is None:
             return
         assert self._directory is not None

@@ -38,6 +38,7 @@ class JobState:
 
     Attributes:
         round: number of updates of the weights since the job was first started.
+        entered: value of ``round`` at which this worker joined, or has come to so far. 0 for a founder.
         done: steps since the last round of the member that sent this worker its state.
     """
 
@@ -48,7 +49,7 @@ class JobState:
         others: Mapping[str, Stateful],
         position: Position | RangesPosition | StepsPosition | None,
     ) -> None:
-        self.round = self.done = 0
+        self.round = self.entered = self.done = 0
         self._worker = worker
         self._parts = parts
         self._several = bool(parts[0].name)
@@ -63,6 +64,12 @@ class JobState:
     def count_round(self) -> None:
         """Count an update of the weights that all members have alike."""
         self.round += 1
+        if self._worker.observes:
+            self.enter()
+
+    def enter(self) -> None:
+        """Note that this worker has come to the present round of the others."""
+        self.entered = self.round
 
     def agree(self) -> Tree | None:
         """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
@@ -138,6 +145,7 @@ class JobState:
                     part.model.module.get_buffer(name).copy_(buffer)
         except _DOES_NOT_FIT as error:
             raise StateError(f"this job is not like the one that it joins: {error}") from error
+        self.enter()
 
     def _install(self, tree: Tree) -> None:
         if (tree["data"] is None) != (self._position is None):

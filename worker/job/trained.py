@@ -96,6 +96,10 @@ class Trained:
         """True if it has the mean gradients of an exchange, and was not updated by them."""
         return self.synchronous._backward.fresh
 
+    def begin_block(self) -> None:
+        """Begin a block of `DistributedDataParallel.join`."""
+        self.synchronous._backward.begin_block()
+
     def update(self) -> None:
         """Step optimizer and scheduler."""
         self.optimizer.step()
@@ -210,16 +214,6 @@ def together(parts: Sequence[Trained], updated: Sequence[Trained]) -> list[Train
     """Return those that were not ``updated``, and got their gradients in the same backward as one that was."""
     backwards = {part.synchronous._backward.latest for part in updated if part.fresh}
     return [p for p in parts if p not in updated and p.fresh and p.synchronous._backward.latest in backwards]
-
-
-def check_clips(part: Trained, limit: float | None) -> None:
-    """Raise UsageError if averaged gradients are to be clipped to ``limit``, and the model exchanges none."""
-    if limit is not None and isinstance(part.model, LocalSGD):
-        raise UsageError(
-            f"clip_grad_norm={limit:g} limits averaged gradients, and a LocalSGD exchanges changes of parameters: "
-            f"leave it out, and clip this worker's own gradients in each step: def clip(): "
-            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {limit:g}); job.step(before=clip)"
-        )
 
 
 def check_updated(parts: Sequence[Trained]) -> None:

@@ -311,6 +311,10 @@ class Backward:
 
     # ── rounds without a backward ─────────────────────────────────────────────────────────────────────
 
+    def begin_block(self) -> None:
+        """Begin a block of `DistributedDataParallel.join`: the end of the one before is over."""
+        self.ended = max(self.ended - 1, 0)
+
     def shadow(self) -> bool:
         """Take part in a round without a backward. Return whether any other worker had one.
 

@@ -263,7 +263,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
         """
         learned = self._backward.optimizers
         steps = learned if step is None else list(step) if isinstance(step, Sequence) else [step]
-        self._backward.ended = max(self._backward.ended - 1, 0)
+        self._backward.begin_block()
         with noting_steps(self.module, learned) if step is None else nullcontext():
             yield
         while not self._backward.ended and self._backward.shadow():
