@@ -594,7 +594,7 @@ FIGURES: Final = {
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
         Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 56_500, 25_000, room=6000),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 5, 0),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from gradserver import ConvergenceGuard, LocalCluster, LocalSGD
 from gradserver.protocol.convergence import next_interval
@@ -430,13 +432,32 @@ def test_what_is_not_possible() -> None:
 
 def test_rounds_that_do_not_wait_for_all_are_refused() -> None:
     def work(worker: Worker) -> None:
-        with pytest.raises(UsageError, match="has mode 'async', in which rounds do not wait for all workers"):
+        with pytest.raises(UsageError, match="LocalSGD needs a group of mode 'sync'.*has mode 'async'"):
             LocalSGD(Transformer(), worker)
 
     clustered(2, work, mode="async")
 
 
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_copy_has_a_module_of_its_own_and_averages_nothing() -> None:
+    def work(worker: Worker) -> None:
+        model = LocalSGD(Transformer(), worker, every=1)
+        inputs, _ = tokens(0, 4)
+        copies = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), AveragedModel(model).module)
+        for other in copies:
+            assert type(other) is LocalSGD
+            assert same(other.state_dict(), model.state_dict()), "with the same keys"
+            assert torch.equal(other(inputs), model(inputs))
+            other.load_state_dict({name: 0 * one for name, one in model.state_dict().items()})
+            assert not any(one.any() for one in other.state_dict().values())
+            with pytest.raises(AttributeError, match="this is a copy of a wrapped module, which exchanges nothing"):
+                other.step()
+            assert not hasattr(other, "worker")
+        assert all(one.any() for one in model.state_dict().values())
+
+    on(1, work)
 
 
 def test_the_groups_weights_can_be_evaluated_saved_and_loaded() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
@@ -20,13 +20,14 @@ from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
 from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
+from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import check_mode, checked_worker
 from gradserver.worker.tree import Tree
 
 _CHUNK_BYTES: Final = 25 * MIB
 
 
-class LocalSGD(nn.Module):
+class LocalSGD(WrappedModule):
     """Wrapper of a module that workers train by themselves, and average every few steps.
 
     For example:
@@ -87,6 +88,8 @@ class LocalSGD(nn.Module):
         UsageError: rounds of the group do not wait for all workers (``serve --mode``).
     """
 
+    of_the_connection = ("worker", "_schedule", "_fragments", "_outer", "_averaging", "_unhook")
+
     def __init__(
         self,
         module: nn.Module,
@@ -106,7 +109,6 @@ class LocalSGD(nn.Module):
         super().__init__()
         self.module = module
         self.worker: Worker = checked_worker(module, worker, None, None, None)
-        _check_waits(self.worker)
         check_mode(self.worker, "LocalSGD")
         self._schedule = Schedule(every, fragments, delay)
         self._fragments = make_fragments(module, fragments, average_buffers)
@@ -242,29 +244,30 @@ class LocalSGD(nn.Module):
         self._unhook()
 
     def state_dict(self, *args: Any, unwrapped: bool = False, **kwargs: Any) -> Any:
-        """Return the module's state, with the group's weights. Unless ``unwrapped``, keys begin with ``module.``."""
-        state = (self.module.state_dict if unwrapped else super().state_dict)(*args, **kwargs)
+        """Return the module's state, with the group's weights. Unless ``unwrapped``, keys begin with ``module.``.
+
+        A copy has the weights that its worker had.
+        """
+        state = super().state_dict(*args, unwrapped=unwrapped, **kwargs)
         prefix = "" if unwrapped else "module."
-        found = {id(part.local): part.weight for one in self._fragments for part in one.parts}
+        fragments: list[Fragment] = self.__dict__.get("_fragments", [])
+        found = {id(part.local): part.weight for one in fragments for part in one.parts}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if id(parameter) in found and prefix + name in state:
                 state[prefix + name] = found[id(parameter)].detach().to(parameter.dtype)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, with or without ``module.`` in front of its keys. All workers must load the same.
+        """Load a state as the group's weights, with or without ``module.`` in front of its keys.
+
+        All workers must load the same.
 
         Raises:
             InvalidArgumentError: ``assign`` is true. It would replace the parameters that are averaged.
         """
-        if assign:
-            raise InvalidArgumentError("assign=True would replace the parameters: load into the module, then wrap it")
-        bare, prefixed = self.module.state_dict().keys(), super().state_dict().keys()
-        if len(bare & state_dict.keys()) > len(prefixed & state_dict.keys()):
-            loaded = self.module.load_state_dict(state_dict, strict)
-        else:
-            loaded = super().load_state_dict(state_dict, strict)
-        self._averaging.begin_from_module()
+        loaded = super().load_state_dict(state_dict, strict, assign)
+        if "_averaging" in self.__dict__:
+            self._averaging.begin_from_module()
         return loaded
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
@@ -282,14 +285,6 @@ class LocalSGD(nn.Module):
     def load_outer_state(self, state: Tree) -> None:
         """Go on from an `outer_state`. The module has its parameters already."""
         self._averaging.load_state(state)
-
-
-def _check_waits(worker: Worker) -> None:
-    if worker.mode != "sync":
-        raise UsageError(
-            f"group {worker.group!r} has mode {worker.mode!r}, in which rounds do not wait for all workers, and local "
-            f"SGD averages what all have changed: start the coordinator with --mode sync for this group"
-        )
 
 
 def _share(mixing: float | None, delay: int) -> float:

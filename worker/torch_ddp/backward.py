@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradserver.protocol.errors import UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.breakage import Breakage
 from gradserver.worker.torch_ddp.buckets import Slot
@@ -41,6 +40,7 @@ from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence
+from gradserver.worker.torch_ddp.untouched import Untouched
 from gradserver.worker.turns import Turn
 
 
@@ -90,11 +90,9 @@ class Backward:
         """Number of backwards that accumulated gradients since the last exchange."""
         self._due = False
         """True if there are gradients of a round, and `has_next_update` has yet to say so."""
-        self._versions: dict[str, int] | None = {}
-        """Versions of the parameters when the first exchanging backward begins; None when it is over."""
         self._graph = Graph(options, rounds.slots)
         self.deferred = Deferred(worker, rounds, options.gradient_as_bucket_view, options.timeout)
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._untouched = Untouched(module, rounds.slots)
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
         self.leads = True
@@ -152,20 +150,12 @@ class Backward:
         """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
         self._broken.check()
         self.deferred.check()
-        self._check_frozen()
+        self._untouched.check_frozen()
 
     @property
     def exchanges(self) -> bool:
         """True if the present mode exchanges gradients; inside `no_sync` that happens later."""
         return self.training or self._options.exchange_in_eval
-
-    def _check_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now, which "
-                    f"would not be exchanged: wrap the module again after unfreezing it"
-                )
 
     # ── one backward ──────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +166,7 @@ class Backward:
             return
         self.deferred.check()
         if self.exchanges and not self.training:  # the forward has not checked it
-            self._check_frozen()
+            self._untouched.check_frozen()
         pacing = self.rounds.pacing
         is_due = pacing is None or pacing.is_due(self._pending + 1, len(self._sequence.members))
         self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
@@ -197,8 +187,8 @@ class Backward:
         for slot in self.rounds.slots:
             slot.fired = 0
             slot.touched = slot.touched and not thrown_away
-        if state is State.EXCHANGE and self._versions is not None:
-            self._versions = {slot.name: slot.parameter._version for slot in self.rounds.slots}
+        if state is State.EXCHANGE:
+            self._untouched.begin()
         self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
     def _on_gradient(self, index: int, slot: Slot) -> None:
@@ -257,7 +247,7 @@ class Backward:
             self._state = State.IDLE
         else:
             with self._broken.by_errors():
-                self._check_not_stepped()
+                self._untouched.end()
                 self._graph.check()
                 if self._defers:
                     self.deferred.request(self._pending + 1)
@@ -381,18 +371,6 @@ class Backward:
                 f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
             )
         self._state = State.IDLE
-
-    def _check_not_stepped(self) -> None:
-        """Check, in the first backward: an optimizer in a hook would use a gradient that is this worker's alone."""
-        if self._versions:
-            for slot in self.rounds.slots:
-                if slot.parameter._version != self._versions[slot.name]:
-                    raise UsageError(
-                        f"parameter {slot.name!r} was changed during backward, before its gradient was averaged, as an "
-                        f"optimizer does that steps in a hook (register_post_accumulate_grad_hook): step it after "
-                        f"backward()"
-                    )
-        self._versions = None
 
 
 class _Ending:

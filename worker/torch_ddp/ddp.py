@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
@@ -24,14 +23,12 @@ from gradserver.worker.torch_ddp.clipping import WithNorms
 from gradserver.worker.torch_ddp.grouping import described
 from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
-from gradserver.worker.torch_ddp.stepping import noting_steps
+from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once
+from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
 
-Step = Callable[[], object] | Optimizer
-"""The part of a training loop after backward: an optimizer, or a function that steps one."""
 
-
-class DistributedDataParallel(WithNorms, nn.Module):
+class DistributedDataParallel(WithNorms, WrappedModule):
     """Wrapper of a module: ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
     For example:
@@ -126,6 +123,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
             errors.
     """
 
+    of_the_connection = ("worker", "_rounds", "_backward")
     _rounds: Rounds
 
     def __init__(
@@ -241,7 +239,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
         self._rounds.weight = check_weight(weight)
 
     @contextmanager
-    def join(self, step: Step | Sequence[Step] | None = None) -> Iterator[None]:
+    def join(self, step: Stepper | Sequence[Stepper] | None = None) -> Iterator[None]:
         """Train with a different number of batches on each worker.
 
         Wrap the loop over the batches in this block, on every worker.
@@ -273,10 +271,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
                     "none, while others still have batches: give it what to step, model.join(optimizer)"
                 )
             for one in steps:
-                if isinstance(one, Optimizer):
-                    one.step()
-                else:
-                    one()
+                step_once(one)
         if step is None:
             check_joined_weights(self.worker, self.module)
 
@@ -394,41 +389,7 @@ class DistributedDataParallel(WithNorms, nn.Module):
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def state_dict(self, *args: Any, unwrapped: bool = False, **kwargs: Any) -> Any:
-        """Return the module's state. Unless ``unwrapped``, keys begin with ``module.``, as with torch's wrapper."""
-        owner = self.module.state_dict if unwrapped else super().state_dict
-        return owner(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, with or without ``module.`` in front of its keys.
-
-        All workers must load the same state: it is not exchanged.
-
-        Raises:
-            InvalidArgumentError: ``assign`` is true. It would replace the parameters that are exchanged.
-        """
-        if assign:
-            raise InvalidArgumentError("assign=True would replace the parameters: load into the module, then wrap it")
-        bare, prefixed = self.module.state_dict().keys(), super().state_dict().keys()
-        if len(bare & state_dict.keys()) > len(prefixed & state_dict.keys()):
-            return self.module.load_state_dict(state_dict, strict)
-        return super().load_state_dict(state_dict, strict)
-
     def unsaved_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are exchanged and not in the module's state. A worker that joins needs them too."""
         saved, exchanged = self.module.state_dict().keys(), self._rounds.buffer_names
         return {name: buffer for name, buffer in self.module.named_buffers() if name in exchanged and name not in saved}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all but the connection: a copy, or a pickle, has a module of its own, and exchanges nothing."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_CONNECTION}
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_THE_CONNECTION:
-            raise AttributeError(
-                "this is a copy of a wrapped module, which exchanges nothing: to train it, wrap its .module"
-            )
-        return super().__getattr__(name)
-
-
-_OF_THE_CONNECTION: Final = ("worker", "_rounds", "_backward")

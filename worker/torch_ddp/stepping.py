@@ -39,6 +39,14 @@ def noting_steps(module: nn.Module, noted: list[Stepper]) -> Iterator[None]:
         _blocks.open.pop()
 
 
+def step_once(stepper: Stepper) -> None:
+    """Step the optimizer, or call the function."""
+    if isinstance(stepper, Optimizer):
+        stepper.step()
+    else:
+        stepper()
+
+
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for own, noted in _blocks.open:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -103,8 +103,8 @@ def check_mode(worker: Worker, what: str) -> None:
     """Raise UsageError if ``worker`` is in a group where rounds do not wait for all, and ``what`` needs that."""
     if worker.mode != "sync":
         raise UsageError(
-            f"{what} needs a group of mode 'sync', where each round has all workers; this group's is {worker.mode!r} "
-            f"(gradserver serve --mode)"
+            f"{what} needs a group of mode 'sync', where each round has all workers, and group {worker.group!r} has "
+            f"mode {worker.mode!r}: start the coordinator with --mode sync for this group"
         )
 
 
