@@ -232,10 +232,10 @@ def overlap(gpu: Gpu) -> Found:
     traced, ends, finish = Traced(gpu), list[Any](), staging.Staging.finish
     finished: list[staging.Staging] = []
 
-    def noted(self: staging.Staging) -> Any:
+    def noted(self: staging.Staging, measures: bool = False) -> Any:
         finished.append(self)
         ends.append(gpu.mark())  # before it waits for anything: this is the end of backward
-        return finish(self)
+        return finish(self, measures)
 
     patched: Any = staging
     opened = patched.open_device

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +23,16 @@ from gradserver.protocol.dtypes import FLOAT32, DType, dtype_of
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, operation_of
 from gradserver.protocol.limits import SLICE_BYTES
+from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.shards import Table
 from gradserver.reducer import reduce
 from gradserver.squares import squares
 from gradserver.worker.client import Worker
 from gradserver.worker.norms import clip_factor, norm_of
-from tests.cluster import coordinator, joined, together
+from gradserver.worker.planes.communicator import Communicator
+from gradserver.worker.transport.tcp import TcpChannel
+from tests.cluster import coordinator, joined, members, together
 from tests.examples import examples
 from tests.replicas import on
 
@@ -285,6 +290,67 @@ def test_a_gradient_exchange_has_norms_and_clips() -> None:
         assert math.hypot(*map(np.linalg.norm, data)) == pytest.approx(1.0, rel=1e-5)
     for _, _, data in on(2, by_block, None):
         assert all((part == 1.5).all() for part in data)
+
+
+# ── on planes where members reduce ────────────────────────────────────────────────────────────────────
+
+
+def over_steps(worker: Worker, how: str) -> tuple[list[float], list[torch.Tensor]]:
+    """Make three steps, of which each is clipped by the option, by a call, or not at all. Return their norms."""
+    model, found = model_of(worker, clip_grad_norm=0.5 if how == "option" else None), []
+    for step in range(3):
+        model.set_weight(1.0 + worker.rank)
+        backward(model, worker.rank, step)
+        found.append(model.clip_grad_norm_(0.5) if how == "call" else model.grad_norm)
+    return found, grads(model)
+
+
+@pytest.mark.parametrize("plane", ["direct", "hierarchical"])
+def test_clipping_on_planes_of_members_has_the_coordinators_norm_and_takes_no_further_message(
+    plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def counting(owner: type, name: str, what: Callable[..., str | None]) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if (key := what(*arguments)) is not None:
+                counts[key] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(Communicator, "_call", lambda _self, what, *_: what)
+    counting(TcpChannel, "send", lambda _self, message, *_: "push" if isinstance(message, Push) else None)
+    expected, _ = on(4, over_steps, "none")[0]
+    taken: dict[str, Counter[str]] = {}
+    for how in ("none", "option", "call"):
+        with members(plane, 4) as workers:
+            counts.clear()
+            first, *others = together(workers, over_steps, how)
+            taken[how] = counts.copy()
+        assert first[0] == pytest.approx(expected, rel=1e-6)
+        assert how == "none" or all(norms == first[0] for norms, _ in others), "the same bits"
+        assert all(all(map(torch.equal, first[1], grads)) for _, grads in others)
+        clips = how != "none"
+        assert not clips or math.hypot(*(float(one.norm()) for one in first[1])) == pytest.approx(0.5, rel=1e-5)
+    assert taken["option"] == taken["none"], "norms come with the commits"
+    assert taken["call"] == taken["none"] + Counter(push=4), "at the first call alone each member says its norm"
+
+
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
+def test_norms_of_any_size_come_with_the_commit(value: float) -> None:
+    def work(worker: Worker) -> float:
+        module = nn.Linear(3, 1, bias=False)
+        model = DistributedDataParallel(module, worker, clip_grad_norm=1.0)
+        model(torch.full((1, 3), value if worker.rank else 1.0)).sum().backward()
+        return model.grad_norm
+
+    with members("direct", 2, nonfinite="propagate") as workers:
+        first, second = together(workers, work)
+    assert first == pytest.approx(value * math.sqrt(3) / 2, rel=1e-6, nan_ok=True)
+    assert second == pytest.approx(first, rel=0, nan_ok=True)
 
 
 def test_clips_what_a_trainer_is_about_to_give() -> None:

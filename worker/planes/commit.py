@@ -1,9 +1,12 @@
 """The commit of a direct round: its plan, and whether results are finite; else, the marks that name parameters.
 
-    marks, one for each parameter                digest
-    ┌─────┬─────┬──────────────────────┬─────┐   ┌─────┬─────┬─────┬─────┐
-    │  0  │ nan │          …           │  0  │   │   of the results      │
-    └─────┴─────┴──────────────────────┴─────┘   └─────┴─────┴─────┴─────┘
+    marks, one for each parameter         norms, one for each mean, and 1   digest
+    ┌─────┬─────┬───────────────┬─────┐   ┌─────┬─────┬─────┬─────┬─────┐   ┌─────┬─────┬─────┬─────┐
+    │  0  │ nan │       …       │  0  │   │  of the results       │  1  │   │   of the results      │
+    └─────┴─────┴───────────────┴─────┘   └─────┴─────┴─────┴─────┴─────┘   └─────┴─────┴─────┴─────┘
+
+Members that clip their gradients give norms. All have the same results, so the mean of their norms is the norm. It is
+the same number at all of them, and takes no message more. The element behind the norms has the part that gave any.
 
 The digest is that of `gradserver.protocol.digest`, in four numbers of 16 bits. The lowest rank gives it, if the ledger
 wants it. So the ledger's digest of its commit is one of the results.
@@ -12,7 +15,7 @@ wants it. So the ledger's digest of its commit is one of the results.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -21,14 +24,18 @@ from torch import Tensor
 
 from gradserver.protocol.digest import digest, places
 from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import NonFiniteError
 from gradserver.protocol.exchange import Kind, Op
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.worker.devices.cuda import fetch, fetch_whole
+from gradserver.worker.devices.squares import squares_of
 from gradserver.worker.planes.communicator import Communicator, Signal
 
 _DIGEST: Final = 4
 """Elements that have the digest."""
+_LARGEST: Final = torch.finfo(torch.float32).max
+"""The largest norm that is given: one of finite gradients is finite."""
 _BITS: Final = 16
 """Bits of the digest in each of them: a float32 holds any number of so many."""
 
@@ -42,7 +49,8 @@ def commit_plan(plan: Plan) -> Plan:
     names = [component.name for bucket in gradients for component in bucket.components]
     if len(names) * FLOAT32.itemsize > SLICE_BYTES:
         names = [bucket.key for bucket in gradients]
-    components = (*(Component(name, (1,)) for name in names), Component("digest", (_DIGEST,)))
+    further = Component("norms", (len(gradients) + 1,)), Component("digest", (_DIGEST,))
+    components = (*(Component(name, (1,)) for name in names), *further)
     return Plan((Bucket("gradients", FLOAT32, components, kind=Kind.COMMIT),))
 
 
@@ -62,6 +70,37 @@ def sign(plan: Plan, results: Mapping[int, Tensor], commit: Tensor) -> None:
         commit[number - _DIGEST] = (total >> _BITS * number) & ((1 << _BITS) - 1)
 
 
+def measure(results: Sequence[Tensor], commit: Tensor) -> None:
+    """Put norms into a commit.
+
+    Args:
+        results: the result of each mean, in the order of the plan.
+        commit: elements of the commit.
+    """
+    norms = [math.sqrt(squares) for squares in squares_of(results)]
+    known = [min(norm, _LARGEST) if math.isfinite(norm) else norm for norm in norms]
+    _norms(commit, len(results)).copy_(torch.tensor([*known, 1.0], dtype=torch.float64))
+
+
+def measured(commit: Tensor, means: int) -> Tensor | None:
+    """Return the norms of so many means, in float64, from the result of a commit; None if no member gave any."""
+    norms = _norms(commit, means).double()
+    return norms[:-1] / norms[-1] if norms[-1] > 0 else None
+
+
+def _norms(commit: Tensor, means: int) -> Tensor:
+    return commit[-_DIGEST - means - 1 : -_DIGEST]
+
+
+def overflow(number: int) -> NonFiniteError:
+    """Return the error of a round with a mean that is not finite, though what it is of is."""
+    return NonFiniteError(
+        f"the mean of round {number} overflowed, though every contribution was finite: look at the learning rate, or "
+        f"scale the loss down",
+        round=number,
+    )
+
+
 def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
     """Set the marks of parameters, or buckets, that are not finite. Return true if any is not.
 
@@ -70,8 +109,8 @@ def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
         gave: contributions of this worker, by the bucket's place in the plan.
         marks: elements of the commit, of which none is set.
     """
-    marks = marks[:-_DIGEST]
     means = [place for place, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
+    marks = marks[: -_DIGEST - len(means) - 1]
     by_parameter = marks.numel() > len(means)
     sizes = {place: plan.buckets[place].sizes if by_parameter else (plan.buckets[place].numel,) for place in means}
     firsts = dict(zip(means, accumulate((len(sizes[place]) for place in means), initial=0), strict=False))

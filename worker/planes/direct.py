@@ -38,14 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradserver.protocol.errors import BackendUnavailableError, GradServerError, NonFiniteError, RoundVoidError
+from gradserver.protocol.errors import BackendUnavailableError, GradServerError, RoundVoidError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.cuda import fetch_whole
 from gradserver.worker.handle import Handle
-from gradserver.worker.planes.commit import are_finite, mark, sign
+from gradserver.worker.planes.commit import are_finite, mark, measure, measured, overflow, sign
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.flat import divisor
@@ -168,12 +168,12 @@ class DirectPlane:
         """Note that ``flat`` does not hold the last result any more."""
         self._through.overwritten(index, flat)
 
-    def finish(self) -> Mapping[int, Outcome]:
+    def finish(self, measures: bool = False) -> Mapping[int, Outcome]:
         """Wait until every result is in its bucket."""
         outcomes: Mapping[int, Outcome] = {}
         if not self._fallen:
             try:
-                outcomes = self._vote()
+                outcomes = self._vote(measures)
             except (GradServerError, RuntimeError, TimeoutError) as error:
                 self._fall(error)
         if self._fallen:
@@ -225,7 +225,7 @@ class DirectPlane:
         self._await_writers(index, given)
         self._outcomes[index] = DirectOutcome()
         if op is Op.MEAN:
-            self._weigh(given, scratch)
+            given.weigh(self._worker.world_size, scratch)
             self._under_way[index] = way.mean(index, scratch)
         elif op is Op.FIRST:
             first = self._first(given, way)
@@ -246,17 +246,15 @@ class DirectPlane:
         """Return the memory of a result; None if there is none."""
         return self._scratch.get(index) if given.kept is None else given.flat
 
+    def _made(self, index: int) -> Tensor:
+        """Return the result of a bucket, where it was made."""
+        result = self._result(index, self._given[index])
+        return self._given[index].flat if result is None else result
+
     def _await_writers(self, index: int, given: Given) -> None:
         """Let the calling thread's stream wait for what computes the gradients of a bucket."""
         for event in self._writers.pop(index, {}).values():
             torch.cuda.current_stream(given.flat.device).wait_event(event)
-
-    def _weigh(self, given: Given, scratch: Tensor) -> None:
-        """Put a contribution times its weight, and divided, into ``scratch``. A kept one is there already."""
-        if not given.present or given.weight < NO_DATA:
-            scratch.zero_()
-        elif given.kept is None:
-            torch.mul(given.flat, given.weight / divisor(self._worker.world_size), out=scratch)
 
     def _first(self, given: Given, way: Way) -> int:
         """Return the lowest rank that has something to give; the world size if none has."""
@@ -288,26 +286,27 @@ class DirectPlane:
 
     # ── the commit ────────────────────────────────────────────────────────────────────────────────────
 
-    def _vote(self) -> dict[int, DirectOutcome]:
+    def _vote(self, measures: bool) -> dict[int, DirectOutcome]:
         """Wait for all reductions, say so, and write the results when all members have said so."""
         self._markers.zero_()
         overflowed = not self._await_all() and self._find_nonfinite()
         self._checked()
         weight = weight_of(self._given.values())
         if self._worker._session.membership.digests and self._worker.rank == 0:
-            found = ((index, self._result(index, given), given.flat) for index, given in self._given.items())
-            sign(self._plan, {index: own if one is None else one for index, one, own in found}, self._markers)
+            sign(self._plan, {index: self._made(index) for index in self._given}, self._markers)
+        if measures and weight >= NO_DATA and self._worker.world_size > 1 and not overflowed:
+            measure([self._made(index) for index in self._ordered], self._markers)
         marked = bool(torch.count_nonzero(self._markers))
         handle = self._worker.push(self._commit.first, self._markers, weight=weight, present=marked)
         handle.wait(self._timeout)
         if overflowed and handle.not_finite is None:
-            raise NonFiniteError(
-                f"the mean of round {self._worker.round} overflowed, though every contribution was finite: look at "
-                f"the learning rate, or scale the loss down",
-                round=self._worker.round,
-            )
+            raise overflow(self._worker.round)
         for index, given in self._given.items():
             self._write(index, given, handle)
+        if handle.weight >= NO_DATA and (norms := measured(self._markers, len(self._ordered))) is not None:
+            self._checked_way().divide(norms, handle.weight, norms)  # they are of sums, as results are
+            for index, norm in zip(self._ordered, norms.tolist(), strict=True):
+                self._outcomes[index].squares = {0: (norm * norm,)}
         return self._outcomes
 
     def _write(self, index: int, given: Given, handle: Handle[None]) -> None:
@@ -333,11 +332,10 @@ class DirectPlane:
     def _arriving(self) -> Iterator[Tensor]:
         """Wait for all reductions, and yield each mean that has to be finite."""
         passes_on = self._worker._session.membership.nonfinite == "propagate"
-        for index, given in self._given.items():
+        for index in self._given:
             self._await(index)
             if not passes_on and self._is_mean(index):
-                mean = self._result(index, given)
-                yield given.flat if mean is None else mean
+                yield self._made(index)
         self._checked_way().close()
 
     def _find_nonfinite(self) -> bool:

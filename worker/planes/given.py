@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.planes.flat import divisor
 from gradserver.worker.planes.plane import Kept
 
 NO_DATA: Final = 1e-200
@@ -26,6 +28,13 @@ class Given(NamedTuple):
     present: bool
     copy: Tensor | None
     kept: Kept | None
+
+    def weigh(self, world: int, out: Tensor) -> None:
+        """Put it times its weight, and divided for so many members, into ``out``. A kept one is there already."""
+        if not self.present or self.weight < NO_DATA:
+            out.zero_()
+        elif self.kept is None:
+            torch.mul(self.flat, self.weight / divisor(world), out=out)
 
 
 def weight_of(given: Iterable[Given]) -> float:

@@ -24,7 +24,8 @@ class Outcome(Protocol):
         present: true if some member contributed data.
         left_alone: byte ranges without a contribution, in which the result is what was there before.
         not_finite: outcome for gradients that are not finite; None if there were none.
-        squares: sums of squares that came with results, by the first slice of each; none on the direct plane.
+        squares: sums of squares that came with results, by the first slice of each. On the direct plane there are none
+            if no member wanted them.
     """
 
     weight: float
@@ -82,8 +83,11 @@ class Plane(Protocol):
     def overwritten(self, index: int, flat: Tensor) -> None:
         """Note that ``flat`` does not hold the last result any more."""
 
-    def finish(self) -> Mapping[int, Outcome]:
-        """Wait until every result is in its bucket. Return the outcomes, by bucket, and open the next round."""
+    def finish(self, measures: bool = False) -> Mapping[int, Outcome]:
+        """Wait until every result is in its bucket. Return the outcomes, by bucket, and open the next round.
+
+        With ``measures`` this worker wants the norms of means: they come with the results of all planes then.
+        """
 
 
 class Pending(Protocol):

@@ -142,7 +142,7 @@ class Staging:
         """Limit waits from now on to ``timeout`` seconds; None for as long as the worker does."""
         self._timeout = timeout
 
-    def finish(self) -> dict[int, Handle]:
+    def finish(self, measures: bool = False) -> dict[int, Handle]:  # noqa: ARG002  (Plane's signature)
         """Wait until every result is in its bucket. Return the handles, by bucket, and open the next round.
 
         On a CUDA device the results are there for whatever is queued on the current stream from now on.

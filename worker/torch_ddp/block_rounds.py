@@ -76,10 +76,13 @@ class BlockRounds:
         agreement: the buckets.
         device: device of their memory.
         timeout: seconds that a round may take; None for the worker's.
+        measures: true if results are to come with norms, on any plane.
     """
 
-    def __init__(self, worker: Worker, agreement: Agreement, device: torch.device, timeout: float | None) -> None:
-        self._worker, self._agreement, self._timeout = worker, agreement, timeout
+    def __init__(
+        self, worker: Worker, agreement: Agreement, device: torch.device, timeout: float | None, measures: bool
+    ) -> None:
+        self._worker, self._agreement, self._timeout, self._measures = worker, agreement, timeout, measures
         self._plan, self.device = agreement.plan, device
         commit = worker.agree_beside(commit_plan(self._plan), timeout)
         staging = Staging(worker, agreement, timeout)
@@ -144,7 +147,7 @@ class BlockRounds:
         if not self._handles:  # all are empty
             return
         self._plane.within(self._timeout if timeout is None else timeout)
-        outcomes = self._plane.finish()
+        outcomes = self._plane.finish(self._measures)
         self._is_over = True
         for bucket, handle in self._handles.items():
             handle.settle(outcomes[bucket])

@@ -147,7 +147,8 @@ class GradientExchange:
 
         from gradserver.worker.torch_ddp.block_rounds import BlockRounds  # some builds of torch lack what it needs
 
-        return BlockRounds(self._worker, self._agreement, torch.device(device or "cpu"), self._timeout)
+        clips = self._clip is not None
+        return BlockRounds(self._worker, self._agreement, torch.device(device or "cpu"), self._timeout, clips)
 
     def serve_state(self, snapshot: Callable[[], Tree]) -> None:
         """Let workers join an elastic group: each gets what ``snapshot()`` returns, and the step.

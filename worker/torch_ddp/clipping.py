@@ -4,14 +4,15 @@ What a worker gives is clipped by the norm over all of its buckets. That is know
 is pushed before. The mean's norm comes with the results: clipping it needs no pass over the gradients but the
 multiplication, and none if the norm is below the limit.
 
-On the direct plane no coordinator sees the gradients. Members sum up squares themselves, and the largest of their sums
-is taken, where they clip: their processors may round differently.
+On the direct plane no coordinator sees the gradients. Members that clip sum up squares themselves, and give norms with
+the commit. What all get of it is one number, though their processors may round differently. So clipping takes no trip
+of its own there either, but for a first `MeanNorms.clip` that nothing has announced: then they compare the largest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradserver.worker.client import Worker
-from gradserver.worker.devices.cuda import fetch
+from gradserver.worker.devices.squares import squares_of
 from gradserver.worker.norms import check_limit, clip_factor, norm_of
 from gradserver.worker.planes.plane import Outcome
 
@@ -33,14 +34,18 @@ class MeanNorms:
     Args:
         worker: worker that exchanges them.
         buckets: the buckets of gradients.
+        are_wanted: true if each round is clipped.
+
+    Attributes:
+        are_wanted: true if the next round is to come with norms, as rounds are clipped.
     """
 
-    def __init__(self, worker: Worker, buckets: Sequence[GradientBucket]) -> None:
-        self._worker, self._buckets = worker, buckets
+    def __init__(self, worker: Worker, buckets: Sequence[GradientBucket], are_wanted: bool) -> None:
+        self._worker, self._buckets, self.are_wanted = worker, buckets, are_wanted
         self._squares: dict[int, tuple[float, ...]] = {}
         """Sums of squares by bucket, as numbers that are added up exactly."""
         self._unknown: list[int] = []
-        """Buckets without one, which came over the direct plane."""
+        """Buckets without one, which came over the direct plane before norms were wanted."""
         self._is_skipped = False
 
     def take(self, outcomes: Mapping[int, Outcome], skipped: bool) -> None:
@@ -70,6 +75,7 @@ class MeanNorms:
 
         Afterwards the norms are still those of the means as they came.
         """
+        self.are_wanted = True
         if self._unknown and not self._is_skipped:
             self._measured()
             own = np.array([norm_of(squares) ** 2 for _, squares in sorted(self._squares.items())])
@@ -91,26 +97,6 @@ class MeanNorms:
             found = squares_of(self._buckets[index].flat for index in self._unknown)
             self._squares.update((index, (own,)) for index, own in zip(self._unknown, found, strict=True))
         return len(self._squares) == len(self._buckets)
-
-
-def squares_of(flats: Iterable[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor, in float64. Devices are waited for once."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for place, flat in enumerate(flats):
-        own = torch.linalg.vector_norm(flat.detach(), dtype=_wide(flat)).double() ** 2
-        by_device.setdefault(flat.device, []).append((place, own))
-    found: dict[int, float] = {}
-    for device, sums in by_device.items():
-        stacked = torch.stack([own for _, own in sums])
-        on_host = stacked if device.type == "cpu" else fetch(stacked)
-        found.update(zip([place for place, _ in sums], on_host.tolist(), strict=True))
-    return [squares for _, squares in sorted(found.items())]
-
-
-def _wide(flat: Tensor) -> torch.dtype:
-    if flat.is_complex():
-        return torch.complex128 if flat.dtype == torch.complex128 else torch.complex64
-    return torch.float64 if flat.dtype == torch.float64 or not flat.is_cuda else torch.float32
 
 
 def clip_own(flats: Sequence[Tensor], limit: float) -> float:
@@ -138,7 +124,8 @@ class WithNorms:
 
         The coordinator sends it with the results, so it takes no pass over the gradients. With a lossy wire it is that
         of the decoded result. It is NaN before the first exchange, and if the last one was skipped. On the direct plane
-        it is computed when it is first asked for, from the gradients as they are then.
+        it comes with the results if gradients are clipped. Else it is computed when it is first asked for, from the
+        gradients as they are then.
         """
         return self._norms.total()
 
@@ -158,8 +145,8 @@ class WithNorms:
 
         All workers call it, after ``backward()`` and before anything else changes the gradients. Gradients are
         multiplied by ``max_norm / (norm + 1e-6)`` if that is below 1, as by torch.nn.utils.clip_grad_norm_. But the
-        norm is known already, and the bits are the same everywhere. On the direct plane the workers compare their
-        norms, and take the largest.
+        norm is known already, and the bits are the same everywhere. On the direct plane the first call compares the
+        workers' norms, and takes the largest. From the next exchange on, norms come with the results there, too.
 
         Raises:
             InvalidArgumentError: ``max_norm`` is not a finite number above 0.

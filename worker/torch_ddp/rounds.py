@@ -135,7 +135,7 @@ class Rounds:
         self.seconds = 0.0
         self.skipped = self.left_out = False
         self.total_weight = 0.0
-        self.norms = MeanNorms(worker, self.gradients)
+        self.norms = MeanNorms(worker, self.gradients, options.clip_grad_norm is not None)
         self.own_norm: float | None = None
         self._clipped: dict[int, bool] = {}
         """Buckets that have what this worker gives, clipped, and if they have any."""
@@ -270,7 +270,7 @@ class Rounds:
                 self._push_used()
             self._push_buffers()
             self.modes.heed()
-            handles = self._plane.finish()
+            handles = self._plane.finish(self.norms.are_wanted)
             self.skipped, self.left_out = self._worker.skipped, self._worker.left_out
             self.total_weight = handles[0].weight
             self._hand_out(handles)
