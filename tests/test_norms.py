@@ -27,7 +27,7 @@ from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.shards import Table
 from gradserver.reducer import reduce
-from gradserver.squares import squares
+from gradserver.squares import _by_matmul, _dots, joined as added, products, squares
 from gradserver.worker.client import Worker
 from gradserver.worker.norms import clip_factor, norm_of
 from gradserver.worker.planes.communicator import Communicator
@@ -133,6 +133,36 @@ def test_squares_that_float32_cannot_hold() -> None:
     values = np.full(131_072, 1e30, np.float32)
     with np.errstate(all="ignore"):
         assert norm_of(squares(values)) == pytest.approx(exactly(values), rel=1e-12)
+
+
+def test_sums_of_float64_that_overflow_are_infinite() -> None:
+    values = np.full(131_072, 1e152)
+    assert squares(values[:4096])[0] == pytest.approx(4096e304, rel=1e-12)
+    with np.errstate(over="ignore"):
+        assert squares(values)[0] == math.inf
+    assert added([1e308, 1e308]) == (math.inf, 0.0)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.data(), st.integers(1, 3000), scales, scales, st.integers(0, 2**32))
+def test_an_inner_product_is_exact_and_does_not_depend_on_how_arrays_are_cut(
+    data: st.DataObject, numel: int, of_left: float, of_right: float, seed: int
+) -> None:
+    noise = np.random.default_rng(seed)
+    left, right = ((noise.standard_normal(numel) * scale).astype(np.float32) for scale in (of_left, of_right))
+    left[data.draw(st.integers(0, numel)) :] = 0.0
+    places = data.draw(st.sets(st.integers(1, max(numel // 256, 1)), max_size=6))
+    cuts = [0, *sorted(256 * place for place in places if 256 * place < numel), numel]
+    whole, _ = products(left, right)
+    parts = [number for start, stop in pairwise(cuts) for number in products(left[start:stop], right[start:stop])]
+    assert added(parts)[0] == whole
+    terms = (left.astype(np.float64) * right.astype(np.float64)).tolist()
+    assert whole == pytest.approx(math.fsum(terms), abs=1e-6 * math.fsum(map(abs, terms)) + 1e-43)
+
+
+def test_rows_have_the_same_sums_with_every_numpy() -> None:
+    left, right = np.random.default_rng(4).standard_normal((2, 512, 256), np.float32)
+    assert _dots(left, right).tobytes() == _by_matmul(left, right).tobytes()
 
 
 # ── at workers ────────────────────────────────────────────────────────────────────────────────────────
