@@ -97,17 +97,21 @@ def _added(numbers: Array) -> float:
 def _mend(sums: Array, left: Array, right: Array, most: float) -> None:
     """Replace sums of rows for which float32 was not enough. Rows of zeros are common, and need no second sum."""
     unsure = np.abs(sums) <= _LEAST
-    for values in (left,) if left is right else (left, right):
-        unsure &= np.maximum.reduceat(values.view(np.uint32), _STARTS[: sums.size]) > 0
     if not most < math.inf:
         unsure |= ~np.isfinite(sums)
-    if np.count_nonzero(unsure):
-        first, second = (values.reshape(-1, ROW)[unsure].astype(np.float64) for values in (left, right))
-        sums[unsure] = _dots(first, second)
+    places = np.flatnonzero(unsure)
+    if places.size > sums.size // 4:  # look for zeros where they are: a copy would take longer
+        for values in (left,) if left is right else (left, right):
+            largest = np.maximum.reduceat(values.view(np.uint32), _STARTS[: sums.size])
+            places = places[largest[places] > 0]
+    first = left.reshape(-1, ROW)[places]
+    if np.any(first.view(np.uint32)):
+        second = first if left is right else right.reshape(-1, ROW)[places]
+        sums[places] = _dots(first.astype(np.float64), second.astype(np.float64))
 
 
 def _split(sums: Array, most: float) -> Sum:
-    """Add up numbers whose absolute values add up to ``most``, in two steps of which the first does not round."""
+    """Add up numbers in two steps, of which the first does not round. Their absolute values add up to ``most``."""
     if not 0.0 < most < math.inf:
         return _added(sums), 0.0
     if most > 1e300:
