@@ -12,7 +12,8 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from gradserver.engine.commands import RESULT, Digests, Reduce
+from gradserver.comparison import compare, is_due, square
+from gradserver.engine.commands import RESULT, Digests, Measures, Reduce
 from gradserver.engine.events import Finding, NonFinite, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import (
@@ -127,6 +128,8 @@ def _reduce(
                 if in_range:
                     mean = to_range(mean, np.float32)
                 divide(mean, divisor)
+            if command.measures is not None and len(shares) > 1:
+                _compare(command, command.measures, shares, data, number, piece, mean, seed + number)
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
                 return None
@@ -141,6 +144,30 @@ def _reduce(
     if command.squares is not None:
         command.squares.extend(joined(measured))
     return result
+
+
+def _compare(
+    command: Reduce,
+    measures: Measures,
+    shares: Sequence[tuple[int, float]],
+    data: Mapping[int, Array],
+    number: int,
+    piece: slice,
+    mean: Array,
+    seed: int,
+) -> None:
+    """Compare the contributions to a block as they were decoded, if that is wanted and due."""
+    of_mean = square(mean)
+    stands_out = is_due(measures, (command.slice << 8) + number, of_mean)
+    if stands_out is None:
+        return
+    rows: list[Array | None] = []
+    for place, (member_id, _) in enumerate(shares):
+        row = None if member_id not in data else scratch(_FIRST_ROW + place, mean.size, np.float32)
+        if row is not None:
+            command.operation.codec.decode_block(data[member_id][piece], row, seed, _codecs.scratch)
+        rows.append(row)
+    compare(measures, shares, rows, mean, of_mean, not command.mean.is_robust, stands_out)
 
 
 def _decoded(codec: Codec, piece: Array, memory: Array, seed: int) -> Array:

@@ -20,6 +20,9 @@ Array = npt.NDArray[Any]
 Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
 """Outcome of a reduction: the result's bytes (if they are kept), or the reason for no result."""
 
+FOLDS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+"""Functions of the operations that take one contribution after the other."""
+
 
 def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
     """Return whether all weights are equal, the divisor of the sum, and the factors of contributions if they are not.
@@ -159,3 +162,16 @@ def narrow(values: Array, dtype: DType, stored: np.dtype[Any]) -> Array:
     if dtype.name == "complex32":
         return values.view(np.float32).astype(np.float16)
     return values.astype(numpy_dtype(dtype)).view(stored)
+
+
+def fold(op: Op, is_complex: bool, rows: Sequence[Array | None]) -> Array:
+    """Compute the sum, minimum, maximum or product of rows; None stands for zeros."""
+    zeros = np.zeros_like(next(values for values in rows if values is not None))
+    first, *others = [zeros if values is None else values for values in rows]
+    result = first.copy()
+    for values in others:
+        if is_complex and op is Op.PRODUCT:
+            result = multiply(result, values)
+        else:
+            FOLDS[op](result, values, out=result)
+    return result

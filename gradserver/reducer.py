@@ -18,24 +18,26 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from gradserver.comparison import compare, is_due
 from gradserver.concatenation import PASSED_ON, pass_on
 from gradserver.engine.commands import RESULT, Digests, Reduce
 from gradserver.engine.events import Broken, Finding, NonFinite, Sifted
 from gradserver.engine.policy import PROPAGATE, OnNonFinite
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import (
+    FOLDS,
+    Array,
     Outcome,
     blame,
     divide,
     first_non_finite,
+    fold,
     in_range,
     is_finite,
-    multiply,
     narrow,
     scratch,
     shares_of,
@@ -54,8 +56,6 @@ from gradserver.squares import Sum, by_slice, squares
 
 log = logging.getLogger("gradserver")
 
-Array = npt.NDArray[Any]
-
 _BLOCK_BYTES: Final = 512 * KIB
 """Size of a block, in the type that is computed in. The sum stays in a core's second-level cache, and calls are long
 enough that threads do not wait for each other between them."""
@@ -65,7 +65,6 @@ _LOSSY_NUMEL: Final = 65_536
 """Number of elements from which on decoding and encoding take longer than waking another thread."""
 _MAX_CAUSE: Final = 500
 """Limit of the characters of an exception's text that are sent to members."""
-_UFUNCS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 _MEAN: Final = Op.MEAN
 _ROBUST_COST: Final = 8
 """Time of a robust mean over that of the plain one, about."""
@@ -224,6 +223,7 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
+        self._measures, self._block = command.measures, command.first * self._parts // self._step
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -239,13 +239,15 @@ class _Job:
             result = self._mean(rows, self._scale, block)
             if result is None:
                 return self._blame(rows, cut.start)
-        elif self._op in _UFUNCS:
-            result = self._fold(rows)
+        elif self._op in FOLDS:
+            values = [None if row is None else self._widen(row) for row in rows]
+            result = self._narrow(fold(self._op, self._dtype.kind == "c", values))
         else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
         if self._digests is not None:
             self._hash(self._digests, cut.start, zip(self._member_ids, rows, strict=True), result)
         self._measure(result, block)
+        self._compare(rows, range(len(rows)), result, block)
         for target in self._targets:
             if target is not result:
                 target[cut] = result
@@ -255,6 +257,15 @@ class _Job:
         """Sum up the squares of a block of a result, if that is wanted and not known."""
         if self._squares and self._squares[block] is None:
             self._squares[block] = squares(self._widen(result))
+
+    def _compare(self, rows: Sequence[Array | None], places: Iterable[int], result: Array, block: int) -> None:
+        """Compare the contributions to a block of a mean, which are those at ``places``, if that is wanted and due."""
+        if self._measures is None or not (self._squares and (known := self._squares[block])):
+            return
+        if (special := is_due(self._measures, self._block + block, known[0])) is not None:
+            of = [(self._member_ids[place], self._weights[place]) for place in places]
+            values, is_plain = [None if row is None else self._widen(row) for row in rows], not self._rule.is_robust
+            compare(self._measures, of, values, self._widen(result), known[0], is_plain, special, self._parts)
 
     def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
         """Hash a part before the result is written, as a target may be where a contribution lies."""
@@ -313,19 +324,6 @@ class _Job:
             self._squares[block] = found
         return math.isfinite(found[0]) or is_finite(total)
 
-    def _fold(self, rows: Sequence[Array | None]) -> Array:
-        """Compute the sum, minimum, maximum or product of a block."""
-        given = [None if row is None else self._widen(row) for row in rows]
-        zeros = np.zeros_like(next(values for values in given if values is not None))
-        first, *others = [zeros if values is None else values for values in given]
-        result = first.copy()
-        for values in others:
-            if self._dtype.kind == "c" and self._op is Op.PRODUCT:
-                result = multiply(result, values)
-            else:
-                _UFUNCS[self._op](result, values, out=result)
-        return self._narrow(result)
-
     def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
         """Find the first contribution to a block, in rank order, with an element that is not finite."""
         given = ((m, self._widen(row)) for m, row in zip(self._member_ids, rows, strict=True) if row is not None)
@@ -353,7 +351,7 @@ class _Sieve(_Job):
         self._spans, self._slice = command.spans, command.slice
         self._skips = command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
-        self.blocks, self._of_slice = len(self._spans), 1
+        self.blocks, self._of_slice, self._block = len(self._spans), 1, command.slice
         self._squares = [None] * (0 if command.squares is None else self.blocks)
 
     def outcome(self) -> Outcome:
@@ -380,6 +378,7 @@ class _Sieve(_Job):
         if self._digests is not None:
             self._hash(self._digests, start, ((self._member_ids[place], row) for place, row in rows.items()), result)
         self._measure(result, block)
+        self._compare(list(rows.values()), rows, result, block)
         for target in self._targets:
             target[start:stop] = result
 

@@ -219,7 +219,9 @@ class Runtime:
     def _reduced(self, command: Reduce, outcome: Outcome) -> None:
         digests = command.digests.found if command.digests is not None else ()
         squares = () if command.squares is None else command.squares
-        self._handle(Reduced(command.group, command.epoch, command.key, command.slice, outcome, digests, squares))
+        measured = () if command.measures is None else command.measures.found
+        where = command.group, command.epoch, command.key, command.slice
+        self._handle(Reduced(*where, outcome, digests, squares, measured))
 
     def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
         self._call_soon(partial(self._reduced, command, outcome))

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from gradserver.engine.figures import Figures, OfBucket, OfMember
 from gradserver.engine.order_fields import Member
 from gradserver.engine.policy import Lateness, OnNonFinite
 from gradserver.engine.records import RoundRecord
@@ -16,7 +17,7 @@ from gradserver.protocol.declared import fields_of
 from gradserver.protocol.dtypes import BY_CODE
 from gradserver.protocol.errors import GradServerError, MalformedMessageError, NonFiniteError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from gradserver.protocol.limits import MAX_COUNTER, MAX_LIST, MAX_NUMEL, MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_BUCKETS, MAX_COUNTER, MAX_LIST, MAX_NUMEL, MAX_WORLD_SIZE
 from gradserver.protocol.means import Mean, mean_of
 from gradserver.protocol.message_family import message as message_family
 from gradserver.protocol.messages import Message, Place, Push, Result, Scope
@@ -76,6 +77,7 @@ def shape_of(check: Callable[[Any], Any]) -> Shape | None:
 _counters: Final = st.integers(0, 99) | st.integers(0, MAX_COUNTER)
 _ranks: Final = st.integers(-1, MAX_WORLD_SIZE - 1)
 _texts: Final = st.lists(st.text(max_size=20), max_size=5).map(tuple)
+_figures: Final = st.floats(allow_nan=False, allow_infinity=False)
 _of_types: Final[dict[Any, Strategy]] = {
     ExchangeKey: st.builds(
         ExchangeKey, st.sampled_from([int(s) for s in Stream]), _counters, _counters, _ranks, _ranks
@@ -103,6 +105,11 @@ _of_types: Final[dict[Any, Strategy]] = {
             RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((7.0, 8.5), (7.25, 9.0)), (1, 2**64 - 1), (0, 5, 6)),
             RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, cut=((0, 2, 5), (1, 0, 1))),
         ]
+    ),
+    Figures: st.builds(
+        Figures,
+        st.lists(st.builds(OfMember, st.integers(0, MAX_WORLD_SIZE - 1), *[_figures] * 3), max_size=4).map(tuple),
+        st.lists(st.builds(OfBucket, st.integers(0, MAX_BUCKETS - 1), *[_figures] * 2), max_size=4).map(tuple),
     ),
     Ranges: st.sets(st.integers(0, MAX_NUMEL), max_size=6).map(lambda ends: _ranges(sorted(ends))),
     dict[str, str | int | tuple[str, ...]]: st.dictionaries(

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 from gradserver.engine.commands import Close, Send
 from gradserver.engine.events import Disconnected, Garbled, Received, Stop, Tick
+from gradserver.engine.figures import Figures, OfBucket, OfMember
 from gradserver.engine.link import decode_order, decode_report, encode_order, encode_report
 from gradserver.engine.order_fields import Departure, Member, Newcomer
 from gradserver.engine.orders import (
@@ -392,6 +393,11 @@ ORDERS: list[RemoteOrder] = [
 REPORTS: list[RemoteReport] = [
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, ((7.0, 8.5), (7.25, 9.0)), (1, 2**64 - 1), (0, 5, 6))),
     RoundCompleted("g", RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1, cut=((0, 2, 5), (1, 0, 1)))),
+    RoundCompleted(
+        "g",
+        RoundRecord(3, (1.0, 0.5), 7.0, 10.0, 1),
+        figures=Figures((OfMember(1, 2.5, -1.0, 9e70),), (OfBucket(0, 1e-30, 2.0),)),
+    ),
     Applied("g", 12),
     Behind("g", 1, 4),
     Late("g", 4, (1, 1023), "after 2 s", True),
@@ -553,7 +559,7 @@ def test_a_refusal_names_the_order_and_the_field(fields: list[Any], text: str) -
         (["launched", 1, "g"], "there is no report 'launched'"),
         (["applied"], "Applied without an epoch"),
         (["behind", 1, "g", 4, -1], f"Behind.round: expected an integer from 0 to {MAX_COUNTER}, got -1"),
-        (["round", 1, "g", None, True, False], "RoundCompleted.record: expected a round, got None"),
+        (["round", 1, "g", None, True, False, [[], []]], "RoundCompleted.record: expected a round, got None"),
         (["late", 1, "g", 4, [1], "why", 1], "Late.tell: expected true or false, got 1"),
     ],
 )

@@ -50,6 +50,39 @@ class Digests(NamedTuple):
     found: list[tuple[int, int]]
 
 
+class Measured(NamedTuple):
+    """Comparison of the contributions to one block of a mean, of ``numel`` elements.
+
+    Attributes:
+        stood_out: whether it was measured because its mean was larger than usual, and not because it was its turn.
+        signal: unbiased estimate of the sum of squares of the true gradient.
+        noise: unbiased estimate of the trace of the covariance, for a contribution of weight 1.
+        members: member id, and three sums: of squares of its contribution, of products with the mean of the others,
+            and of squares of that mean.
+    """
+
+    stood_out: bool
+    numel: int
+    signal: float
+    noise: float
+    members: Sequence[tuple[int, float, float, float]]
+
+
+class Measures(NamedTuple):
+    """Comparisons that are wanted of a reduction; the reducer puts them into ``found``.
+
+    Attributes:
+        stride: so many blocks have one that is measured.
+        turn: number that tells which one it is.
+        usual: memory of the usual sums of squares, from one round to the next.
+    """
+
+    stride: int
+    turn: int
+    usual: Memory
+    found: list[Measured]
+
+
 class Memory:
     """Memory of the reductions of one slice of a bucket, from one round to the next.
 
@@ -88,6 +121,7 @@ class Reduce(NamedTuple):
         mean: the rule by which contributions to a mean are averaged.
         squares: for a mean, the list that gets the sum of squares of each slice of the result (two numbers, see
             `gradserver.protocol.messages.Result`); None if it is not wanted.
+        measures: for a mean of several contributions, what is to be measured of them; None for nothing.
     """
 
     group: str
@@ -109,6 +143,7 @@ class Reduce(NamedTuple):
     spans: Sequence[tuple[int, int]] = ()
     mean: Mean = PLAIN
     squares: list[float] | None = None
+    measures: Measures | None = None
 
 
 @dataclass(frozen=True, slots=True)

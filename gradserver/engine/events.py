@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradserver.engine.commands import Measured
 from gradserver.engine.declared import Kind
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
@@ -103,7 +104,7 @@ class Reduced(NamedTuple):
     """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
 
     ``digests`` are those that were asked for: of each contribution by its member id, and of the result by `RESULT`.
-    ``squares`` are those of the result: two numbers for each slice.
+    ``squares`` are those of the result: two numbers for each slice. ``measured`` compares contributions.
     """
 
     group: str
@@ -113,6 +114,7 @@ class Reduced(NamedTuple):
     outcome: Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
     digests: Sequence[tuple[int, int]] = ()
     squares: Sequence[float] = ()
+    measured: Sequence[Measured] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
+from gradserver.engine.figures import NONE, Figures, pack_figures, unpack_figures
 from gradserver.engine.order_fields import Error
 from gradserver.engine.records import RoundRecord, pack_round, unpack_round
 from gradserver.protocol.declared import Declared, Family, Field
@@ -43,6 +44,8 @@ class RoundCompleted(RemoteReport):
     """True if nothing of it was made anew since the recovery began."""
     told: Flag = False
     """True if its last results said that it is over."""
+    figures: Annotated[Figures, Field(unpack_figures, pack_figures)] = NONE
+    """Comparison of the contributions, as far as they came to this shard."""
 
     def at(self, now: float) -> Self:
         """Return the same, as if the round had ended ``now``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradserver.engine.control.group import Group
+from gradserver.engine.figures import added
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
@@ -41,7 +42,8 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
     world = max(len(one.record.weights) for one in reported.values())
     records = {shard: _widened(one.record, world) for shard, one in reported.items()}
     merged = _merged(group, _whole(list(records.values()), world), records)
-    return replace(report, record=merged, told=all(one.told for one in reported.values()))
+    told, figures = all(one.told for one in reported.values()), added(one.figures for one in reported.values())
+    return replace(report, record=merged, told=told, figures=figures)
 
 
 def _widened(record: RoundRecord, world: int) -> RoundRecord:

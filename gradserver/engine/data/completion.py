@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from gradserver.engine.commands import Command, Contribution, Digests, Reduce, Send, make
+from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Send, make
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Finding
+from gradserver.engine.figures import figures_of
 from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.reports import Behind, RoundCompleted
 from gradserver.protocol.buffer import Buffer
@@ -61,11 +62,15 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     spans: Sequence[tuple[int, int]] = ()
     mean = PLAIN
     squares: list[float] | None = None
+    measures: Measures | None = None
     if key.stream == BUCKET:
         nonfinite = group.order.nonfinite
         if operation.op is _MEAN:
             mean = group.order.mean
             squares = [] if operation.kind is Kind.ALL_REDUCE else None
+            if squares is not None and len(contributions) > 1:
+                measures = group.measures(key)
+                group.rounds[key.number].compare(key.part, numel)
             if nonfinite is not HALT and nonfinite is not PROPAGATE:
                 spans = _spans(exchange, piece)
         if operation.is_lossy:
@@ -75,7 +80,7 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
     reduction = Reduce(
-        *where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean, squares
+        *where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean, squares, measures
     )
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
@@ -273,7 +278,8 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if group.hashing is not None:
         group.hashing.completed(now)
     record = current.record(number, group.world, group.plan, now)
-    effects.report(RoundCompleted(group.order.group, record, told=over))
+    figures = figures_of(current.tallies)
+    effects.report(RoundCompleted(group.order.group, record, told=over, figures=figures))
 
 
 def _by_slice(

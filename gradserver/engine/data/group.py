@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from gradserver.engine.commands import Memory
+from gradserver.engine.commands import Measures, Memory
 from gradserver.engine.data.exchanges import Exchanges
 from gradserver.engine.data.learners import NOT_YET, Learners
 from gradserver.engine.data.listeners import Listeners
@@ -17,6 +17,7 @@ from gradserver.engine.data.rounds import Hashing, Rounds
 from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
 from gradserver.engine.data.traffic import Traffic
+from gradserver.engine.figures import Sampling
 from gradserver.engine.orders import OpenGroup
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
@@ -47,6 +48,8 @@ class Group:
     learners: Learners = field(default_factory=Learners)
     memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
     """Memory of reductions from one round of the plan to the next, by bucket and slice."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Choice of the blocks in which contributions are compared."""
     recovery: Recovery | None = None
     """Recovery that is under way: members say which results they hold."""
     next_check: float | None = None
@@ -157,11 +160,21 @@ class Group:
     def _hash(self, plan: Plan) -> None:
         """Hash rounds of ``plan``."""
         self.places = places(plan)
-        keys = [ExchangeKey(BUCKET, 0, part) for part in range(len(plan.buckets))]
-        shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
-        load = sum(layout.run_bytes(start, stop) for layout, start, stop in shares)
+        load = sum(self._sizes(plan))
         calls, sections = sum(self.full_buckets.values()), len(plan.each)
         self.hashing = Hashing.of(load * (self.world + 1) / sections, calls * (self.world + 1) / sections)
+
+    def _sizes(self, plan: Plan) -> list[int]:
+        """Return the bytes of one contribution to each bucket of ``plan`` that come to this shard."""
+        keys = [ExchangeKey(BUCKET, 0, part) for part in range(len(plan.buckets))]
+        shares = [self.share(key, bucket.operation) for key, bucket in zip(keys, plan.buckets, strict=True)]
+        return [layout.run_bytes(start, stop) for layout, start, stop in shares]
+
+    def measures(self, key: ExchangeKey) -> Measures:
+        """Return what is to be measured of the contributions to a bucket of a round."""
+        sections = 1 if self.plan is None else len(self.plan.each)
+        turn = key.number // sections + key.part
+        return Measures(self.sampling.stride, turn, self.sampling.usual[key.part], [])
 
     def agree(self, plan: Plan, first_round: int) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on."""
@@ -171,6 +184,7 @@ class Group:
             self.listeners.make_room(KEPT_ROUNDS * plan.nbytes)
         self.table.set_plan(plan)
         self.full_buckets = self.table.buckets_of(plan, self.order.shard)
+        self.sampling = Sampling.of(self._sizes(plan), len(plan.each))
         if self.order.digests:
             self._hash(plan)
         self.sequences.begin_buckets(first_round)

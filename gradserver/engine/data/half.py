@@ -258,6 +258,8 @@ class Data:
         else:
             if event.digests:
                 group.rounds[event.key.number].count(event.key.part, event.digests)
+            if event.measured:
+                group.rounds[event.key.number].tallies[event.key.part].add(event.measured)
             findings = outcome.findings if isinstance(outcome, Sifted) else ()
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
             if payload is None and (findings or not isinstance(outcome, Sifted)):

@@ -9,6 +9,7 @@ from typing import Final
 
 from gradserver.engine.commands import RESULT
 from gradserver.engine.data.exchange import Exchange
+from gradserver.engine.figures import Tally
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.plan import Plan
@@ -94,6 +95,9 @@ class Round:
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
     """Contributions that were not finite, by member id and bucket: number of slices, and the first element, or -1."""
 
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    """Comparisons of contributions, by bucket."""
+
     def end_bucket(self, exchange: Exchange) -> None:
         """Note that a bucket was exchanged, and in how many of its slices each member counted."""
         part, counted = exchange.key.part, exchange.counted
@@ -174,6 +178,10 @@ class Round:
                 self.results[part] = self.results.get(part, 0) + found
             else:
                 self.inputs[member_id] = self.inputs.get(member_id, 0) + found
+
+    def compare(self, part: int, numel: int) -> None:
+        """Note that contributions to ``numel`` elements of bucket ``part`` are compared."""
+        self.tallies.setdefault(part, Tally()).expect(numel)
 
     def not_finite(self, member_id: int, part: int, element: int, slices: int = 1) -> None:
         """Note that ``member_id`` gave bucket ``part`` a value that is not finite; ``element`` is the first, or -1."""
