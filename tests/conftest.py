@@ -94,6 +94,15 @@ def _no_thread_left() -> Iterator[None]:
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
+@pytest.fixture(scope="module")
+def session_code() -> Iterator[None]:
+    """Have groups of `tests.session_group` run the workers' real code in one thread."""
+    from tests.session_world import real_code
+
+    with real_code():
+        yield
+
+
 @pytest.fixture(params=["memory", "shm", "tcp"])
 def channel(request: pytest.FixtureRequest) -> str:
     """Return the channel by which workers reach their coordinator."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 from gradserver.engine.policy import Lateness, Policy
@@ -21,6 +22,8 @@ from tests.session_world import real_code
 from tests.subgroup_session_group import SubgroupGroup
 
 RATES = ((1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0))
+Happenings = dict[int, list[int]]
+"""Members, connections or shards to which something happens, by step."""
 STEPS = 500
 """Steps in which something may happen."""
 
@@ -148,6 +151,14 @@ def check(group: Group) -> None:
     group.run()
     group.check()
     group.check_entered()
+
+
+def hold(group: Group, *planned: tuple[Happenings, Callable[[int], object]]) -> None:
+    """Have each of these happen in its steps. Run the group then, and check all laws."""
+    for happens, what in planned:
+        for step, numbers in happens.items():
+            group.world.at[step] += [partial(what, number) for number in numbers]
+    check(group)
 
 
 KINDS = {

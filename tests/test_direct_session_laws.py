@@ -8,7 +8,7 @@ round over the coordinator, with the same contributions. No member waits for a w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,8 @@ from tests.direct_session_group import DirectGroup, counted_directly
 from tests.examples import examples
 from tests.session_group import Act
 from tests.session_scripts import check, script_of_direct_rounds
-from tests.session_world import real_code
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
-
+pytestmark = pytest.mark.usefixtures("session_code")
 
 DIRECT = Act(direct=True)
 Happenings = dict[int, list[int]]

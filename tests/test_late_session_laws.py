@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -11,15 +10,10 @@ from hypothesis import example, given, settings, strategies as st
 from gradserver.engine.policy import Lateness
 from tests.examples import examples
 from tests.late_session_group import LateGroup
-from tests.session_world import real_code
-from tests.test_session_laws import Happenings, fuses, happenings, many_rates, plan, seeds
+from tests.session_scripts import Happenings, hold
+from tests.test_session_laws import fuses, happenings, many_rates, seeds
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
-
+pytestmark = pytest.mark.usefixtures("session_code")
 
 policies = st.one_of(
     st.builds(Lateness, quorum=st.integers(1, 3), grace=st.just(0.005), keeps=st.booleans()),
@@ -45,11 +39,7 @@ def test_lost_coordinators_and_shards_leave_no_late_member_out(
     seed: int,
 ) -> None:
     group = LateGroup(world, sizes, count, lateness, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    if len(rates) > 1:
-        plan(group, losses, group.world.kill_any_shard)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (losses if len(rates) > 1 else {}, group.world.kill_any_shard))
 
 
 @given(worlds, buckets, rounds, policies, fuses, happenings, happenings, many_rates, seeds)
@@ -66,10 +56,7 @@ def test_members_that_are_left_go_on_with_what_the_ledger_says(
     seed: int,
 ) -> None:
     group = LateGroup(world, sizes, count, lateness, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill))
 
 
 @given(worlds, buckets, rounds, policies, fuses, happenings, happenings, many_rates, seeds)
@@ -89,10 +76,7 @@ def test_workers_that_join_meanwhile_hold_the_same(
     seed: int,
 ) -> None:
     group = LateGroup(world, sizes, count, lateness, seed, rates, crashes)
-    plan(group, joins, group.join)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (joins, group.join), (deaths, group.kill))
 
 
 @pytest.mark.long
@@ -117,11 +101,7 @@ def holds_in_run(seed: int) -> None:
     crashes = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))]
     group = LateGroup(chance.randint(2, 4), sizes, chance.randint(2, 6), lateness, seed, rates, crashes)
     events = {chance.randint(0, 800): [chance.randint(0, 3)] for _ in range(chance.randint(0, 3))}
-    plan(group, events, group.break_line)
     more = {chance.randint(0, 800): [chance.randint(0, 3)] for _ in range(chance.randint(0, 2))}
-    if seed % 2 == 0:
-        plan(group, more, group.kill)
-    elif len(rates) > 1:
-        plan(group, more, group.world.kill_any_shard)
-    group.run()
-    group.check()
+    if len(rates) == 1 and seed % 2:
+        more = {}
+    hold(group, (events, group.break_line), (more, group.world.kill_any_shard if seed % 2 else group.kill))

@@ -6,7 +6,6 @@ Unless the ledger says so: without files of its own a coordinator takes along wh
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -17,9 +16,9 @@ from hypothesis import example, given, settings, strategies as st
 from gradserver.engine.policy import Lateness, Policy
 from tests.examples import examples
 from tests.lossy_session_group import LossyGroup
-from tests.session_world import real_code
+from tests.session_scripts import Happenings, check, hold
 from tests.test_late_session_laws import policies
-from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, worlds
+from tests.test_session_laws import fuses, happenings, joins, many_rates, preemptions, seeds, worlds
 
 NAMES = ("int8", "bf16", "fp16", "topk:0.3", "randomk:0.3")
 ALONE = Lateness(quorum=1, grace=0.005, keeps=True)
@@ -29,10 +28,7 @@ buckets = st.lists(st.integers(1, 60), min_size=1, max_size=3)
 rounds = st.integers(1, 6)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
+pytestmark = pytest.mark.usefixtures("session_code")
 
 
 @given(worlds, buckets, codecs, rounds, fuses, happenings, happenings, preemptions, seeds)
@@ -49,12 +45,9 @@ def test_a_coordinator_with_files_owes_what_the_one_before_owed(
     seed: int,
 ) -> None:
     group = LossyGroup(world, sizes, names, count, seed, (1.0,), crashes, preemption=chance)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
     with tempfile.TemporaryDirectory() as directory:
         group.world.harness.keep_residuals(Path(directory))
-        group.run()
-    group.check()
+        hold(group, (breaks, group.break_line), (deaths, group.kill))
     assert not group.is_reset()
 
 
@@ -75,11 +68,7 @@ def test_what_was_owed_is_kept_or_the_ledger_says_that_it_was_lost(
     seed: int,
 ) -> None:
     group = LossyGroup(world, sizes, names, count, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, losses, group.world.kill_any_shard)
-    plan(group, learners, group.join)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (losses, group.world.kill_any_shard), (learners, group.join))
     lost = len(rates) > 1 or group.world.crashes
     assert lost or not group.is_reset()
 
@@ -107,11 +96,7 @@ def test_late_members_take_nothing_along_that_was_owed(
     seed: int,
 ) -> None:
     group = LossyGroup(world, sizes, names, count, seed, rates, crashes, Policy(1, 8, lateness=lateness))
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    plan(group, learners, group.join)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
 
 
 @pytest.mark.long
@@ -137,5 +122,4 @@ def holds_in_script(seed: int, directory: Path) -> None:
     what = [group.break_line, group.break_line, group.kill, group.join, group.join, transfer, shard]
     for _ in range(chance.randint(0, 5)):
         group.world.at[chance.randint(0, 500)].append(partial(chance.choice(what), chance.randint(0, 3)))
-    group.run()
-    group.check()
+    check(group)

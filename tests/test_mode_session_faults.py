@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from gradserver.engine.policy import Mode
 from gradserver.protocol.errors import GradServerError
 from gradserver.worker.member import requests as member
 from gradserver.worker.member.requests import Event, Requests, State, Turn
-from tests.session_world import real_code
 from tests.test_mode_session_laws import holds_in_run
 
 RUNS = 60
@@ -22,10 +21,7 @@ RUNS = 60
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
+pytestmark = pytest.mark.usefixtures("session_code")
 
 
 def _instead(owner: Any, name: str, made: Any) -> Plant:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.examples import examples
 from tests.mode_session_group import MODES, ModeGroup, ModeOf
-from tests.session_scripts import check, script_of_modes
-from tests.session_world import real_code
-from tests.test_session_laws import Happenings, fuses, happenings, joins, many_rates, plan, preemptions, seeds, sharded
+from tests.session_scripts import Happenings, check, hold, script_of_modes
+from tests.test_session_laws import fuses, happenings, joins, many_rates, preemptions, seeds, sharded
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
-
+pytestmark = pytest.mark.usefixtures("session_code")
 
 modes = st.sampled_from(MODES)
 worlds = st.integers(1, 4)
@@ -39,9 +31,7 @@ def test_lost_coordinators_and_connections_cost_no_contribution(
     chance: float,
 ) -> None:
     group = ModeGroup(world, sizes, count, mode, seed, (1.0,), crashes, chance)
-    plan(group, breaks, group.break_line)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line))
 
 
 @given(worlds, buckets, contributions, modes, fuses, happenings, happenings, sharded, seeds)
@@ -58,10 +48,7 @@ def test_lost_data_shards_cost_no_contribution(
     seed: int,
 ) -> None:
     group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, losses, group.world.kill_any_shard)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (losses, group.world.kill_any_shard))
 
 
 @given(worlds, buckets, contributions, modes, fuses, joins, happenings, many_rates, seeds)
@@ -78,10 +65,7 @@ def test_workers_die_and_join_and_all_apply_the_same_updates(
     seed: int,
 ) -> None:
     group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
-    plan(group, comes, group.join)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (comes, group.join), (deaths, group.kill))
 
 
 @pytest.mark.long

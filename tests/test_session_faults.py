@@ -42,17 +42,13 @@ from tests import fibers
 from tests.lossy_session_group import LossyGroup
 from tests.session_group import Act, Group, LateGroup
 from tests.session_scripts import check, script, script_of_parts, script_of_promotions
-from tests.session_world import real_code
 
 SCRIPTS = 150
 """Scripts in which a fault must show."""
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
+pytestmark = pytest.mark.usefixtures("session_code")
 
 
 # ── what is summed ────────────────────────────────────────────────────────────────────────────────────

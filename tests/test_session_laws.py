@@ -6,7 +6,7 @@ workers die, join and return. `tests.session_group` has the laws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -22,17 +22,11 @@ from tests.crash_harness import Trap
 from tests.examples import examples
 from tests.fibers import Scheduler, driving
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
-from tests.session_scripts import check, script, script_of_parts, script_of_promotions
-from tests.session_world import SLICE, real_code
+from tests.session_scripts import Happenings, check, hold, script, script_of_parts, script_of_promotions
+from tests.session_world import SLICE
 
+pytestmark = pytest.mark.usefixtures("session_code")
 
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
-
-
-Happenings = dict[int, list[int]]
 ROUND = Act()
 worlds = st.integers(1, 4)
 buckets = st.lists(st.integers(1, 40), min_size=1, max_size=3)
@@ -69,13 +63,6 @@ def rounds_of(count: int) -> st.SearchStrategy[Act]:
     return st.builds(Act, st.just("round"), section=st.integers(0, count - 1))
 
 
-def plan(group: Group, happens: Happenings, what: Callable[[int], object]) -> None:
-    """Have something happen in these steps."""
-    for step, numbers in happens.items():
-        for number in numbers:
-            group.world.at[step].append(partial(what, number))
-
-
 @given(worlds, buckets, rounds, many_fuses, happenings, seeds, preemptions)
 @example(3, [5, 11], [ROUND, ROUND, ROUND], [51], {}, 200343, 0.05)  # it is lost while a member begins to leave
 @settings(max_examples=examples(18))
@@ -83,9 +70,7 @@ def test_lost_coordinators_and_connections_cost_no_member_anything(
     world: int, sizes: list[int], program: list[Act], crashes: list[int], breaks: Happenings, seed: int, chance: float
 ) -> None:
     group = Group(world, [sizes], program, seed, (1.0,), crashes, preemption=chance)
-    plan(group, breaks, group.break_line)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line))
 
 
 @given(worlds, buckets, rounds, fuses, happenings, happenings, sharded, seeds, preemptions)
@@ -103,10 +88,7 @@ def test_lost_data_shards_cost_no_member_anything(
     chance: float,
 ) -> None:
     group = Group(world, [sizes], program, seed, rates, crashes, preemption=chance)
-    plan(group, breaks, group.break_line)
-    plan(group, losses, group.world.kill_any_shard)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (losses, group.world.kill_any_shard))
 
 
 @given(worlds, buckets, rounds, fuses, happenings, happenings, many_rates, seeds)
@@ -123,10 +105,7 @@ def test_members_that_are_left_lose_no_round_and_hold_the_same(
     seed: int,
 ) -> None:
     group = Group(world, [sizes], program, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill))
 
 
 @given(worlds, buckets, programs, fuses, happenings, happenings, many_rates, seeds)
@@ -144,10 +123,7 @@ def test_collectives_end_the_same_for_all_or_say_why_not(
     seed: int,
 ) -> None:
     group = Group(world, [sizes], program, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill))
 
 
 @given(st.integers(2, 4), portions, fuses, happenings, happenings, happenings, sharded, seeds, preemptions)
@@ -164,11 +140,7 @@ def test_what_is_another_for_each_member_comes_from_all_shards_or_from_none(
     chance: float,
 ) -> None:
     group = Group(world, [[9]], [*program, ROUND], seed, rates, crashes, preemption=chance)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    plan(group, losses, group.world.kill_any_shard)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill), (losses, group.world.kill_any_shard))
 
 
 @given(worlds, modules, st.data(), fuses, happenings, happenings, many_rates, seeds)
@@ -185,10 +157,7 @@ def test_groups_of_several_modules_lose_no_round(
 ) -> None:
     program = data.draw(st.lists(rounds_of(len(sizes)), min_size=1, max_size=6))
     group = Group(world, sizes, program, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill))
 
 
 @given(worlds, modules, st.data(), fuses, happenings, happenings, joins, many_rates, seeds)
@@ -206,12 +175,7 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
 ) -> None:
     program = data.draw(st.lists(st.one_of(rounds_of(len(sizes)), collectives), min_size=1, max_size=4))
     group = Group(world, sizes, program + [ROUND] * 5, seed, rates, crashes)
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    plan(group, learners, group.join)
-    group.run()
-    group.check()
-    group.check_entered()
+    hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
 
 
 @given(worlds, more_modules, st.data(), few_fuses, traps, early, happenings, happenings, many_rates, seeds)
@@ -231,12 +195,7 @@ def test_what_is_lost_in_the_midst_of_a_promotion_costs_no_other_member_anything
     program = data.draw(st.lists(rounds_of(len(sizes)), min_size=5, max_size=9))
     group = Group(world, sizes, program, seed, rates, crashes)
     group.world.traps = behind
-    plan(group, learners, group.join)
-    plan(group, transfers, group.lose_in_transfer)
-    plan(group, losses, group.world.kill_any_shard)
-    group.run()
-    group.check()
-    group.check_entered()
+    hold(group, (learners, group.join), (transfers, group.lose_in_transfer), (losses, group.world.kill_any_shard))
 
 
 @given(
@@ -260,11 +219,7 @@ def test_groups_that_wait_for_some_count_each_gradient_once(
     seed: int,
 ) -> None:
     group = LateGroup(world, [sizes], [ROUND] * count, seed, rates, crashes, Policy(1, 8, lateness=lateness))
-    plan(group, breaks, group.break_line)
-    plan(group, deaths, group.kill)
-    plan(group, learners, group.join)
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
 
 
 @pytest.mark.parametrize("seeds", [(0, 4), pytest.param(range(12), marks=pytest.mark.long)], ids=["two", "all"])

@@ -6,8 +6,7 @@ collectives of these and of their parent, and while sub-groups are made. All of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -23,18 +22,11 @@ from gradserver.worker.transport.branches import Branch
 from gradserver.worker.transport.lasting import LastingBranch
 from tests.examples import examples
 from tests.session_group import Act
-from tests.session_scripts import check, script_of_splits, script_of_subgroups
-from tests.session_world import real_code
+from tests.session_scripts import Happenings, check, hold, script_of_splits, script_of_subgroups
 from tests.subgroup_session_group import SubgroupGroup, SubgroupNode
 
+pytestmark = pytest.mark.usefixtures("session_code")
 
-@pytest.fixture(scope="module", autouse=True)
-def _real_code() -> Iterator[None]:
-    with real_code():
-        yield
-
-
-Happenings = dict[int, list[int]]
 happenings = st.dictionaries(st.integers(0, 600), st.lists(st.integers(0, 3), min_size=1, max_size=1), max_size=3)
 first, here = st.integers(0, 5), (st.just(0), st.just(False))
 rounds = st.builds(Act, st.just("round"), st.integers(0, 1), first, *here)
@@ -66,11 +58,7 @@ def test_sub_groups_lose_nothing_with_coordinators_shards_and_connections(
 ) -> None:
     group = SubgroupGroup(size, program, seed, rates, crashes, chance)
     group.early = early
-    for happens, what in ((breaks, group.break_line), (losses, group.world.kill_any_shard)):
-        for step, numbers in happens.items():
-            group.world.at[step] += [partial(what, number) for number in numbers]
-    group.run()
-    group.check()
+    hold(group, (breaks, group.break_line), (losses, group.world.kill_any_shard))
 
 
 def _end_with_the_connection(patch: pytest.MonkeyPatch) -> None:
