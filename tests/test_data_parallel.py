@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradserver import DataParallel, DistributedDataParallel
+from gradserver import DataParallel, DistributedDataParallel, ThroughputTracker
 from gradserver.protocol.errors import (
     ClosedError,
     DeadlineError,
@@ -835,6 +835,75 @@ def test_devices_are_described_and_the_default_is_one_cpu() -> None:
         assert DataParallel(mlp()).devices == (torch.device("cpu"),)
 
 
+# ── devices of unequal speed ──────────────────────────────────────────────────────────────────────────
+
+
+class Slow(nn.Module):
+    """A module that takes a time for each sample, more in the threads of further devices."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.inner, self.times = mlp(), times
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        at_home = threading.current_thread() is threading.main_thread()
+        end = time.perf_counter() + 2e-4 * len(inputs) * (1 if at_home else self.times)
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(left)  # a device that computes
+        return self.inner(inputs)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("devices", "home"), [(["cpu", "cpu:1"], 0.75), (["cpu", "cpu:1", "cpu"], 0.75), (["cpu:1", "cpu"], 0.75)], ids=str
+)
+def test_a_slower_device_gets_less_of_a_batch(devices: list[str], home: float) -> None:
+    slow = Slow(3.0)
+    model = DataParallel(slow, devices, balance=ThroughputTracker(2, calibration_steps=3, rebalance_interval=3))
+    try:
+        assert model.ratios == pytest.approx([1 / 2, 1 / 2] if len(devices) == 2 else [1 / 4, 1 / 2, 1 / 4])
+        for step in range(12):
+            torch.testing.assert_close(model(rows(48, step)), slow.inner(rows(48, step)))
+        first = sum(ratio for ratio, device in zip(model.ratios, devices, strict=True) if device == devices[0])
+        assert first == pytest.approx(home, abs=0.08)
+        assert len(set(model.ratios)) == 2, "replicas of one device have equal parts"
+        model(rows(1))
+        assert sum(model.ratios) == pytest.approx(1.0)
+    finally:
+        model.close()
+
+
+def test_gradients_are_those_of_the_whole_batch_with_any_shares() -> None:
+    tracker = ThroughputTracker(2, speed_hint=(1, 7.0))
+    with parallel(mlp(), APART, balance=tracker) as model:
+        assert tracker.sizes(16) == (14, 2)
+        copied = copy.deepcopy(model)
+        for one in (model, copied):
+            one(rows(16)).square().mean().backward()
+            plain = mlp()
+            plain(rows(16)).square().mean().backward()
+            for mine, other in zip(one.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad)
+        copied.close()
+
+
+def test_forwards_that_fail_are_not_measured() -> None:
+    with parallel(Slow(1.0), APART, balance=True) as model:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(8, 1))
+        assert model._tracker is not None
+        assert not any(model._tracker.throughputs)
+        model(rows(8))
+        assert all(model._tracker.throughputs)
+
+
+def test_balance_is_of_as_many_devices() -> None:
+    with pytest.raises(InvalidArgumentError, match="speeds of 3 devices, and the replicas are on 2"):
+        DataParallel(mlp(), APART, balance=ThroughputTracker(3))
+    with pytest.raises(InvalidArgumentError, match="balance is True, or"):
+        DataParallel(mlp(), APART, balance="fast")  # type: ignore[arg-type]
+    assert DataParallel(mlp(), SHARED, balance=True).ratios == (0.5, 0.5)
+
+
 # ── on a GPU ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -844,6 +913,19 @@ def test_trains_on_several_kinds_of_devices_as_on_one(devices: list[str]) -> Non
     with parallel(Transformer(0).double(), devices) as model:
         trained = {name: tensor.cpu() for name, tensor in train(model, 7).items()}
         assert distance(trained, train(Transformer(0).double(), 7)) < 1e-6
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_a_cpu_share_a_batch_by_their_speeds() -> None:
+    wide = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 1))
+    with parallel(
+        wide, ["cuda:0", "cpu"], balance=ThroughputTracker(2, calibration_steps=3, rebalance_interval=1)
+    ) as model:
+        for _ in range(20):
+            model(torch.ones(256, 512)).sum().backward()
+        torch.cuda.synchronize()
+        model(torch.ones(256, 512))
+        assert model.ratios[0] > model.ratios[1]
 
 
 @pytest.mark.gpu

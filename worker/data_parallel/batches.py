@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -45,9 +46,14 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def split(
-    inputs: tuple[Any, ...], options: Mapping[str, Any], ways: int, dim: int, whole: Collection[str]
+    inputs: tuple[Any, ...],
+    options: Mapping[str, Any],
+    ways: int,
+    dim: int,
+    whole: Collection[str],
+    sizes: Callable[[int], Sequence[int]] | None = None,
 ) -> list[Part]:
-    """Cut a batch into at most ``ways`` parts, which differ by one sample at most.
+    """Cut a batch into at most ``ways`` parts, which differ by one sample at most, unless ``sizes`` says otherwise.
 
     Without a tensor that has a dimension ``dim`` there is one part.
 
@@ -57,6 +63,7 @@ def split(
         ways: number of replicas.
         dim: dimension of the samples.
         whole: names of keyword arguments that every replica gets whole.
+        sizes: returns the samples of each part of a batch that has at least one for each replica.
 
     Raises:
         SizeMismatchError: tensors differ in their number of samples.
@@ -66,7 +73,10 @@ def split(
     if size is None:
         return [Part(inputs, dict(options), 0, 0)]
     count = max(min(ways, size), 1)
-    ends = [-(-size * (number + 1) // count) for number in range(count)]  # the first parts are the longer ones
+    if sizes is not None and count == ways:
+        ends = list(accumulate(sizes(size)))
+    else:
+        ends = [-(-size * (number + 1) // count) for number in range(count)]  # the first parts are the longer ones
     return [_part(inputs, options, cut, dim, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 

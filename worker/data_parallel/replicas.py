@@ -28,6 +28,7 @@ from gradserver.worker.data_parallel.copies import Copies, mark
 from gradserver.worker.data_parallel.devices import check_replicable, plain
 from gradserver.worker.data_parallel.given import GivenReplica
 from gradserver.worker.data_parallel.lanes import Lane, Surroundings
+from gradserver.worker.data_parallel.shares import Shares
 
 _CLOSE_SECONDS: Final = 10.0
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
@@ -60,6 +61,7 @@ class Replicas:
         cap_mb: size in MiB of the buckets in which parameters and gradients travel.
         timeout: seconds that a forward may last in a thread beside the caller's.
         given: the further replicas, if the caller has made them.
+        shares: measures forwards; None if nothing does.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Replicas:
         cap_mb: float,
         timeout: float,
         given: Sequence[nn.Module] = (),
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self._module, self._devices, self._cap_mb, self._timeout = module, devices, cap_mb, timeout
         self._given = given
         self._sites = {device: _Site(device) for device in devices}
@@ -109,7 +113,7 @@ class Replicas:
         running = [self._start(site, parts, surroundings) for site in others if site.ranks[0] < len(parts)]
         if not running and torch.is_grad_enabled() and self._copies is not None:
             self._copies.backward_passes()  # one may, and reaches no copy
-        outcomes = _run([(rank, self._callable(first, rank), parts[rank]) for rank in first.ranks if rank < len(parts)])
+        outcomes = self._run(first, parts)
         for lane, future in running:
             lane.settle(self._timeout)
             outcomes += future.result()
@@ -120,13 +124,21 @@ class Replicas:
     def _start(
         self, site: _Site, parts: Sequence[Part], surroundings: Surroundings
     ) -> tuple[Lane, Future[list[Outcome]]]:
-        calls = [(rank, self._callable(site, rank), parts[rank]) for rank in site.ranks if rank < len(parts)]
         if site.lane is None:
             site.lane = Lane(site.device)
-        return site.lane, site.lane.submit(surroundings.around(site.device, lambda: _run(calls)))
+        return site.lane, site.lane.submit(surroundings.around(site.device, lambda: self._run(site, parts)))
 
-    def _callable(self, site: _Site, rank: int) -> nn.Module:
-        return site.replicas[site.ranks.index(rank)].module
+    def _run(self, site: _Site, parts: Sequence[Part]) -> list[Outcome]:
+        """Run the forwards of one device, and measure them if each replica has a part of the batch."""
+        there = zip(site.ranks, site.replicas, strict=True)
+        calls = [(rank, replica.module, parts[rank]) for rank, replica in there if rank < len(parts)]
+        if self._shares is None or len(parts) < len(self._devices):
+            return _run(calls)
+        self._shares.begin(site.device)
+        outcomes = _run(calls)
+        if all(outcome.error is None for outcome in outcomes):
+            self._shares.end(site.device, sum(part.end - part.begin for _, _, part in calls))
+        return outcomes
 
     def _raise_first(self, failed: Sequence[Outcome], parts: Sequence[Part]) -> None:
         for number, (rank, _, error) in enumerate(failed):

@@ -11,12 +11,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from gradserver.protocol.balance import ThroughputTracker
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import ROUND_TIMEOUT
 from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
 from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
 from gradserver.worker.data_parallel.given import check_count
 from gradserver.worker.data_parallel.replicas import Replicas
+from gradserver.worker.data_parallel.shares import Shares, tracker_of
 
 log = logging.getLogger("gradserver")
 
@@ -35,10 +37,11 @@ class DataParallel(nn.Module):
             loss(model(inputs), targets).backward()
             optimizer.step()
 
-    The batch is cut into parts, which differ by one sample at most. A replica on each device computes its part, and the
-    outputs are joined in order on the first device. So the loop is that of one device, and so are the results but for
-    rounding: ``.grad`` is the gradient of the loss over the whole batch, whatever the loss is and however uneven the
-    parts are. This holds for `torch.autograd.grad` and for gradients of gradients, too.
+    The batch is cut into parts, which differ by one sample at most, or follow the speeds of devices (``balance``). A
+    replica on each device computes its part, and the outputs are joined in order on the first device. So the loop is
+    that of one device, and so are the results but for rounding: ``.grad`` is the gradient of the loss over the whole
+    batch, whatever the loss is and however uneven the parts are. This holds for `torch.autograd.grad` and for gradients
+    of gradients, too.
 
     The module itself is the first replica. ``parameters()`` are the module's, so one optimizer with one state steps
     them. The other replicas follow: before each forward they are what the module is now, with its parameters, buffers,
@@ -68,6 +71,9 @@ class DataParallel(nn.Module):
         replicas: modules for the further devices, in their order, instead of copies: for modules that hold what belongs
             to one object, such as a handle of their device. They must have the module's parameters and buffers, by
             name, shape and type, and get its values. Their attributes and hooks remain their own.
+        balance: True to cut batches by the measured speed of each device, or a `gradserver.ThroughputTracker` with
+            further options: its ranks are the devices in their order. Shares change after 10 forwards, and then each
+            50. A batch with less than one sample for each replica is cut evenly.
 
     Attributes:
         module: the wrapped module, on the first device.
@@ -92,6 +98,7 @@ class DataParallel(nn.Module):
         bucket_cap_mb: float = 25.0,
         timeout: float = ROUND_TIMEOUT,
         replicas: Iterable[nn.Module] = (),
+        balance: ThroughputTracker | bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -107,6 +114,8 @@ class DataParallel(nn.Module):
         self._given = tuple(replicas)
         if self._given:
             check_count(self._given, self.devices)
+        self._tracker = tracker_of(self.devices, balance)
+        self._shares: Shares | None = None
         self.module = module.to(plain(self.devices[0]))
         self._dim, self._whole, self._scalars = dim, frozenset(whole), scalars
         self._cap_mb, self._timeout = bucket_cap_mb, timeout
@@ -126,16 +135,27 @@ class DataParallel(nn.Module):
             UsageError: a forward is under way in another thread.
             Exception: an error of a replica, as it was raised there, with a note that names its device and samples.
         """
-        parts = split(inputs, options, len(self.devices), self._dim, self._whole)
-        outputs = self._made().call(parts)
+        replicas, shares = self._made(), self._shares
+        sizes = None if shares is None else shares.sizes
+        parts = split(inputs, options, len(self.devices), self._dim, self._whole, sizes)
+        outputs = replicas.call(parts)
+        if shares is not None:
+            shares.record()
         samples = [part.end - part.begin for part in parts]
         return Joiner(self._dim, plain(self.output_device), self._scalars, samples).join(outputs)
 
     def _made(self) -> Replicas:
         """Return the replicas, which a copy of this object makes when it needs them."""
         if self._replicas is None:
-            self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout, self._given)
+            self._shares = None if self._tracker is None else Shares(self.devices, self._tracker)
+            self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout, self._given, self._shares)
         return self._replicas
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Part of the batch of each replica. Together they are 1."""
+        self._made()
+        return (1 / len(self.devices),) * len(self.devices) if self._shares is None else self._shares.ratios
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,4 +225,4 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but threads and replicas: a copy, or what a pickle gives, makes its own."""
-        return {**self.__dict__, "_replicas": None, "_given": (), "_depth": 0}
+        return {**self.__dict__, "_replicas": None, "_shares": None, "_given": (), "_depth": 0}
