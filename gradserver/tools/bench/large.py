@@ -7,18 +7,16 @@ each way.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradserver.tools.bench import machine
 from gradserver.tools.bench.processes import Processes
-from gradserver.tools.common.processes import RunError, available_cores, ended_by_signals, listening_url
+from gradserver.tools.bench.trainings import carry_out, print_heading
+from gradserver.tools.common.processes import available_cores, listening_url
 from gradserver.tools.demo.settings import Settings
 
 _SECONDS_TO_LISTEN = 60.0
@@ -105,29 +103,18 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def run(arguments: argparse.Namespace) -> int:
     """Run the suite. Return 0 if all workers have the same gradients in every run, else 1."""
     settings, devices = settings_of(arguments), tuple(arguments.devices.split(","))
-    finished: list[Finished] = []
     if not arguments.json:
-        print(f"gradserver bench large: {settings.parameters / 1e6:.0f} million parameters, {settings.crew}")
-        print(
-            f"  {machine.describe()['cpu']}, {available_cores()} cores; torch {machine.versions()['torch']}\n{_HEADING}"
-        )
-    try:
-        with ended_by_signals():
-            for channel in arguments.channel:
-                finished.append(
-                    train(Run(settings, channel, arguments.dtype, devices, arguments.seconds, arguments.wire))
-                )
-                if not arguments.json:
-                    print(finished[-1].line(), flush=True)
-    except (RunError, OSError) as error:
-        print(f"gradserver bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if arguments.json:
-        document = {"machine": machine.describe(), "versions": machine.versions()}
-        print(json.dumps({**document, "runs": [one.to_json() for one in finished]}, indent=2))
-    return 0 if all(one.is_same for one in finished) else 1
+        print_heading(f"gradserver bench large: {settings.parameters / 1e6:.0f} million parameters, {settings.crew}")
+        print(_HEADING)
+    return carry_out(_runs(arguments, settings, devices), arguments.json)
+
+
+def _runs(arguments: argparse.Namespace, settings: Settings, devices: tuple[str, ...]) -> Iterator[Finished]:
+    for channel in arguments.channel:
+        finished = train(Run(settings, channel, arguments.dtype, devices, arguments.seconds, arguments.wire))
+        if not arguments.json:
+            print(finished.line(), flush=True)
+        yield finished
 
 
 def train(run: Run) -> Finished:

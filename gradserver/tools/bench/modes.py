@@ -8,20 +8,21 @@ same number of samples.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from gradserver.tables import table
-from gradserver.tools.bench import machine
 from gradserver.tools.bench.places import Here, Place
 from gradserver.tools.bench.processes import Processes
+from gradserver.tools.bench.trainings import carry_out, print_heading
 from gradserver.tools.common import netns
-from gradserver.tools.common.processes import RunError, available_cores, ended_by_signals, listening_url
+from gradserver.tools.common.as_json import AsJson
+from gradserver.tools.common.processes import listening_url
 from gradserver.tools.demo.settings import Settings
 
 _SECONDS_TO_LISTEN: Final = 60.0
@@ -31,7 +32,7 @@ _HEADER: Final = ("mode", "loss", "", "seconds", "samples/s", "of alone", "MB", 
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(AsJson):
     """Conditions of a training.
 
     Attributes:
@@ -44,19 +45,9 @@ class Scenario:
     slowness: tuple[float, ...]
     rate: float = 0.0
 
-    def to_json(self) -> str:
-        """Convert to JSON, which `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "slowness": tuple(fields["slowness"])})
-
 
 @dataclass(frozen=True)
-class Mode:
+class Mode(AsJson):
     """One way to train: a row of the table.
 
     Attributes:
@@ -92,16 +83,6 @@ class Mode:
             return each
         speeds = [1 / slow for slow in slowness]
         return max(round(each * len(speeds) * speeds[rank] / sum(speeds)), 1)
-
-    def to_json(self) -> str:
-        """Convert to JSON, which `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "serve": tuple(fields["serve"])})
 
 
 _LOCAL: Final = {"every": 16, "mixing": 0.5}
@@ -154,8 +135,8 @@ class Finished:
 
     @property
     def is_same(self) -> bool:
-        """True if all workers have the same weights, bit by bit."""
-        return len({worker["weights"] for worker in self.workers}) == 1
+        """True if all workers have the same weights, bit by bit, or each trains by itself."""
+        return self.mode.kind == _ALONE or len({worker["weights"] for worker in self.workers}) == 1
 
     def cells(self, sync: Finished | None, alone: Finished | None) -> tuple[str, ...]:
         """Format as a row: beside the synchronous training, and the speed of workers by themselves."""
@@ -182,7 +163,7 @@ class Finished:
             "settings": asdict(self.settings),
             "seconds": self.seconds,
             "samples_per_second": self.rate,
-            "same_bits": self.is_same,
+            "same_bits": None if self.mode.kind == _ALONE else self.is_same,
             "workers": self.workers,
         }
 
@@ -204,45 +185,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         settings = Settings.quick(workers=arguments.workers, batch=arguments.batch, steps=arguments.steps, seed=0)
     modes = [mode for mode in MODES if mode.name in arguments.modes]
-    finished: list[Finished] = []
     if not arguments.json:
-        print(
+        print_heading(
             f"gradserver bench modes: {settings.parameters / 1e6:.1f} million parameters, {settings.crew}, "
-            f"{settings.samples:,} samples\n  {machine.describe()['cpu']}, {available_cores()} cores; "
-            f"torch {machine.versions()['torch']}"
+            f"{settings.samples:,} samples"
         )
-    try:
-        with ended_by_signals():
-            for scenario in scenarios_of(arguments):
-                found = _all_modes(arguments, settings, scenario, modes)
-                finished += found
-    except (RunError, OSError) as error:
-        print(f"gradserver bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    if arguments.json:
-        document = {"machine": machine.describe(), "versions": machine.versions()}
-        print(json.dumps({**document, "runs": [one.to_json() for one in finished]}, indent=2))
-    return 0 if all(one.is_same for one in finished if one.mode.kind != _ALONE) else 1
+    return carry_out(_trainings(arguments, settings, modes), arguments.json)
 
 
-def _all_modes(
-    arguments: argparse.Namespace, settings: Settings, scenario: Scenario, modes: list[Mode]
-) -> list[Finished]:
-    found = []
-    with _place(scenario, arguments.workers) as place:
-        for mode in modes:
-            if mode.by_speed and len(set(scenario.slowness)) == 1:
-                continue  # it is what it is without that
-            found.append(train(settings, mode, scenario, place, arguments.seconds))
-            if not arguments.json:
-                print(f"  {scenario.name}, {mode.name}: {found[-1].seconds:.1f} s", file=sys.stderr, flush=True)
-    if not arguments.json:
-        by_name = {one.mode.name: one for one in found}
-        rows = [one.cells(by_name.get("sync"), by_name.get(_ALONE)) for one in found]
-        print("\n".join([f"\n{scenario.name}", *table(_HEADER, rows)]), flush=True)
-    return found
+def _trainings(arguments: argparse.Namespace, settings: Settings, modes: list[Mode]) -> Iterator[Finished]:
+    """Train in all modes under each scenario, and print a table of it."""
+    for scenario in scenarios_of(arguments):
+        found: dict[str, Finished] = {}
+        with _place(scenario, arguments.workers) as place:
+            for mode in modes:
+                if mode.by_speed and len(set(scenario.slowness)) == 1:
+                    continue  # it is what it is without that
+                found[mode.name] = train(settings, mode, scenario, place, arguments.seconds)
+                if not arguments.json:
+                    print(
+                        f"  {scenario.name}, {mode.name}: {found[mode.name].seconds:.1f} s", file=sys.stderr, flush=True
+                    )
+                yield found[mode.name]
+        if not arguments.json:
+            rows = [one.cells(found.get("sync"), found.get(_ALONE)) for one in found.values()]
+            print("\n".join([f"\n{scenario.name}", *table(_HEADER, rows)]), flush=True)
 
 
 def _place(scenario: Scenario, workers: int) -> AbstractContextManager[Place]:

@@ -23,9 +23,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ import zmq
 import gradserver
 from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
 from gradserver.tools.chaos import generator, tally
+from gradserver.tools.common.as_json import AsJson
 
 T = TypeVar("T")
 _COLLECTIVES_EVERY = 5
@@ -49,7 +50,7 @@ _AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(AsJson):
     """Settings of one worker.
 
     Attributes:
@@ -67,15 +68,6 @@ class Settings:
     pace: float
     world: int = 0
     plane: str = "auto"
-
-    def to_json(self) -> str:
-        """Format the settings as an argument of the program."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the argument of the program."""
-        return cls(**json.loads(text))
 
 
 class Exchange(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+
+from gradserver.tools.common.as_json import AsJson
 
 VOCABULARY = 256
 """Every byte value is a token."""
@@ -33,7 +34,7 @@ _STARTUP_SECONDS = 8.0  # to import torch and read the text; twice in a run
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(AsJson):
     """One training run. Equal settings give equal samples and equal initial weights in every process.
 
     The defaults are tuned so that both runs together (workers, then one process) take about a minute on two
@@ -117,12 +118,3 @@ class Settings:
         useful = min(cores, 8)  # matrices this small do not use more
         work = 2 * self.steps * self.tokens_per_step * 6 * self.parameters
         return 2 * _STARTUP_SECONDS + work / (_FLOPS_PER_CORE * useful)
-
-    def to_json(self) -> str:
-        """Convert to one line of JSON, which `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read the settings that `to_json` wrote."""
-        return cls(**json.loads(text))
