@@ -303,9 +303,7 @@ class _Job:
                 np.multiply(row, self._elements.type(weight), out=product)
                 np.add(total, product, out=total)
         divide(total, divisor)
-        if self._is_finite(total, block):
-            return self._narrow(total)
-        return None if self._guarded else self._narrow(with_one_nan(total))
+        return self._checked(total, block)
 
     def _robust(self, rows: Sequence[Array | None], weights: Sequence[float], within: bool = False) -> Array | None:
         """Compute a robust mean of a block that begins with a unit, as `_mean` does. ``within``: in range."""
@@ -315,14 +313,17 @@ class _Job:
         known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded, within)
         return self._narrow(total) if known and (not self._guarded or is_finite(total)) else None
 
-    def _is_finite(self, total: Array, block: int) -> bool:
-        """Return whether a block of a mean is finite. Its sum of squares says so, if that is wanted, too."""
-        if not self._squares or not self._is_plain:
-            return is_finite(total)
-        found = squares(total)
-        if math.isfinite(found[0]):
-            self._squares[block] = found
-        return math.isfinite(found[0]) or is_finite(total)
+    def _checked(self, total: Array, block: int) -> Array | None:
+        """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too."""
+        if self._squares:
+            result = self._narrow(total)
+            found = squares(self._widen(result))
+            if math.isfinite(found[0]):
+                self._squares[block] = found
+                return result
+        if is_finite(total):
+            return self._narrow(total)
+        return None if self._guarded else self._narrow(with_one_nan(total))
 
     def _blame(self, rows: Sequence[Array | None], start: int) -> NonFinite:
         """Find the first contribution to a block, in rank order, with an element that is not finite."""

@@ -104,9 +104,9 @@ def _mend(sums: Array, left: Array, right: Array, most: float) -> None:
         for values in (left,) if left is right else (left, right):
             largest = np.maximum.reduceat(values.view(np.uint32), _STARTS[: sums.size])
             places = places[largest[places] > 0]
-    first = left.reshape(-1, ROW)[places]
-    if np.any(first.view(np.uint32)):
-        second = first if left is right else right.reshape(-1, ROW)[places]
+    first = left.reshape(-1, ROW).take(places, axis=0)
+    if places.size and np.maximum.reduce(first.view(np.uint32), axis=None):
+        second = first if left is right else right.reshape(-1, ROW).take(places, axis=0)
         sums[places] = _dots(first.astype(np.float64), second.astype(np.float64))
 
 
@@ -119,7 +119,14 @@ def _split(sums: Array, most: float) -> Sum:
     unit = math.ldexp(1.5, math.frexp(most)[1] + 1)
     high = sums + unit
     high -= unit  # now the digits of all that can be added without rounding
-    return joined([_added(high), _added(sums - high)])
+    return _added_up(_added(high), _added(sums - high))
+
+
+def _added_up(larger: float, smaller: float) -> Sum:
+    """Add up two finite numbers, with what rounding loses: Knuth's TwoSum, which does not ask which is larger."""
+    total = larger + smaller
+    part = total - larger
+    return total, (larger - (total - part)) + (smaller - part)
 
 
 def joined(parts: Iterable[float]) -> Sum:

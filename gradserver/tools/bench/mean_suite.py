@@ -1,10 +1,14 @@
-"""The suite `means`: the time of each rule by which gradients are averaged, beside the plain mean, in one thread."""
+"""The suite `means`: the time of each rule by which gradients are averaged, beside the plain mean, in one thread.
+
+The plain mean is also measured with the sums of squares that the norms of gradients come from.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -20,21 +24,26 @@ from gradserver.tools.bench.spec import FLOAT_BYTES
 from gradserver.tools.bench.stats import Stats, size_name
 
 _KEY = ExchangeKey(Stream.BUCKET, 0, 0)
+_PLAIN: Final = str(PLAIN)
+_WITH_NORMS: Final = "with norms"
 
 
 def means(arguments: argparse.Namespace, session: Session) -> None:
     """Measure every rule alone: no processes, no network."""
     keep_memory()  # as the coordinator does
-    workers, rules = arguments.workers, list(dict.fromkeys([PLAIN, *arguments.mean]))
+    workers, rules = (
+        arguments.workers,
+        {_PLAIN: PLAIN, _WITH_NORMS: PLAIN, **{str(rule): rule for rule in arguments.mean}},
+    )
     session.section(f"{workers} contributions in this process's memory; one thread", "means")
     for nbytes in arguments.sizes:
         for variant, weights in (("equal", [1.0] * workers), ("unequal", [1.0 + rank for rank in range(workers)])):
             session.live(f"{size_name(nbytes)}: {variant} weights")
             times, wrong = _measure(rules, nbytes // FLOAT_BYTES, weights, arguments.repetitions)
-            plain = Stats.of(times[PLAIN])
-            for rule in rules:
-                row = Row("mean", variant, str(rule), workers, nbytes, Stats.of(times[rule]), wrong[rule])
-                session.add(row if rule == PLAIN else _beside(row, plain))
+            plain = Stats.of(times[_PLAIN])
+            for name in rules:
+                row = Row("mean", variant, name, workers, nbytes, Stats.of(times[name]), wrong[name])
+                session.add(row if name == _PLAIN else _beside(row, plain))
 
 
 def _beside(row: Row, plain: Stats) -> Row:
@@ -42,8 +51,8 @@ def _beside(row: Row, plain: Stats) -> Row:
 
 
 def _measure(
-    rules: Sequence[Mean], numel: int, weights: Sequence[float], repetitions: int
-) -> tuple[dict[Mean, list[float]], dict[Mean, int]]:
+    rules: dict[str, Mean], numel: int, weights: Sequence[float], repetitions: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Measure the rules in turns, behind one turn that does not count. Return times, and numbers of wrong values."""
     chance = np.random.default_rng(0)
     rows = [chance.standard_normal(numel, np.float32) for _ in weights]
@@ -52,13 +61,13 @@ def _measure(
     given = [Contribution(rank, weight, row.data) for rank, (weight, row) in enumerate(zip(weights, rows, strict=True))]
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, numel)
     where = "bench", 1, _KEY, 0, operation, 0, result.nbytes, numel, None, given, (result.data,), False
-    times, wrong = {rule: list[float]() for rule in rules}, dict.fromkeys(rules, 0)
+    times, wrong = {name: list[float]() for name in rules}, dict.fromkeys(rules, 0)
     for turn in range(repetitions + 1):
-        for rule in rules:
+        for name, rule in rules.items():
             began = time.thread_time()  # nothing here waits, and other programs' time must not count
-            reduce(Reduce(*where, mean=rule))
+            reduce(Reduce(*where, mean=rule, squares=[] if name == _WITH_NORMS else None))
             if turn:
-                times[rule].append(time.thread_time() - began)
+                times[name].append(time.thread_time() - began)
             else:
-                wrong[rule] = int(np.count_nonzero(~((least <= result) & (result <= most))))
+                wrong[name] = int(np.count_nonzero(~((least <= result) & (result <= most))))
     return times, wrong

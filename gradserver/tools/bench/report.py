@@ -209,7 +209,8 @@ NOTES = {
     ),
     "means": (
         "time: processor time of one reduction, median and middle half; algbw: size / time, size: one contribution",
-        "of plain: time over that of the plain mean; #wrong: values beyond the smallest and largest that were given",
+        "with norms: the plain mean with its sums of squares; of plain: time over that of the plain mean",
+        "#wrong: values beyond the smallest and largest that were given",
     ),
     "levels": (
         "time: median of one training step of the slowest rank; compute: the same step without any exchange",
@@ -261,8 +262,8 @@ def conclusion(rows: Sequence[Row]) -> str:
         rows_compared = counted(len(ratios), "row")
         peer = "tcp" if ours[0].peer == "tcp" else "gloo"
         if ours[0].op == "mean":
-            times = _span(f"{1 / max(ratios):.1f}", f"{1 / min(ratios):.1f}")
-            said.append(f"robust means took {times} times as long as the plain one")
+            times = _span(f"{1 / max(ratios):.2f}", f"{1 / min(ratios):.2f}")
+            said.append(f"other means took {times} times as long as the plain one")
         else:
             said.append(
                 f"gradserver was faster than {peer} in {ahead} of {rows_compared} ({peer} took {span} times as long)"
