@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -27,6 +30,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.worker.client import Worker
 from gradserver.worker.local_sgd.outer import Nesterov
+from gradserver.worker.local_sgd.pace import most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from tests.cluster import AMONG_MEMBERS, members, together
 from tests.models import Transformer, loss_of, tokens
@@ -247,6 +251,66 @@ def test_workers_with_unequal_numbers_of_steps_and_intervals_weigh_by_steps() ->
     first, second = on(2, moves)
     assert first == second
     assert first == pytest.approx([(6 * 6 + 4 * 2) / 8, 2 * (6 * 6 + 4 * 2) / 8, 11 + 0.5])
+
+
+# ── unequal workers ───────────────────────────────────────────────────────────────────────────────────
+
+
+def regress(
+    worker: Worker, slowness: float, intervals: int, fragments: int = 1, **options: Any
+) -> tuple[dict[str, Tensor], float, list[int]]:
+    """Fit a line for so many intervals. Return the group's weights, their loss, and this worker's steps in each."""
+    module = nn.Linear(8, 1)
+    torch.nn.init.zeros_(module.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    model = LocalSGD(module, worker, optimizer, every=4, outer="average", fragments=fragments, **options)
+    model.set_weight(4.0)
+    noise, steps = torch.Generator().manual_seed(worker.rank), list[int]()
+    while model.round < intervals * fragments:
+        began = time.perf_counter()
+        if model.round % fragments == 0 and len(steps) <= model.round // fragments:
+            steps.append(model.steps)
+        inputs = torch.randn(4, 8, generator=noise)
+        optimizer.zero_grad()
+        (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+        while (left := began + 0.004 * slowness - time.perf_counter()) > 0:
+            time.sleep(left)  # a device that computes
+        optimizer.step()
+    test = torch.randn(256, 8, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad(), model.group_weights():
+        loss = float((module(test) - test.sum(1, keepdim=True)).square().mean())
+    return {name: one.clone() for name, one in model.weights().items()}, loss, steps
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}, {"max_every": 8}], ids=str)
+def test_a_fast_worker_makes_more_steps_and_the_loss_is_that_of_equal_workers(options: dict[str, Any]) -> None:
+    def slowed(worker: Worker, times: float, **options: Any) -> tuple[dict[str, Tensor], float, list[int]]:
+        return regress(worker, times if worker.rank else 1.0, round(40 / times) + 10, **options)
+
+    (weights, loss, fast), (others, _, slow) = clustered(2, lambda worker: slowed(worker, 3.0, balance=True, **options))
+    (_, expected, _), _ = clustered(2, lambda worker: slowed(worker, 1.0, **options))
+    assert same(weights, others)
+    assert fast[0] == slow[0] == 4
+    assert set(slow) <= ({4} if "max_every" not in options else set(range(4, 9))), "the slower one makes `every`"
+    ratios = [mine / other for mine, other in zip(fast, slow, strict=True)]
+    assert max(ratios) <= 4
+    assert 2 < median(ratios[5:]) < 4
+    assert loss < 0.05
+    assert expected < 0.05
+
+
+def test_the_limit_of_a_balance_and_a_worker_that_is_alone() -> None:
+    assert [most_times(one) for one in (False, True, 1, 2.5)] == [None, 4.0, 1.0, 2.5]
+    for wrong in (0.5, math.inf, math.nan, "4"):
+        with pytest.raises(InvalidArgumentError, match="balance is True, or the most times"):
+            most_times(wrong)  # type: ignore[arg-type]
+    (_, _, fast), (_, _, slow) = clustered(
+        2, lambda worker: regress(worker, 3.0 if worker.rank else 1.0, 6, balance=1.5)
+    )
+    assert max(fast) == 6
+    assert set(slow) == {4}
+    ((_, _, steps),) = clustered(1, lambda worker: regress(worker, 1.0, 3, balance=True))
+    assert set(steps) == {4}
 
 
 @pytest.mark.parametrize("options", [{}, *STREAMING])

@@ -190,10 +190,14 @@ def test_several_models_exchange_gradients() -> None:
     on(1, work)
 
 
-@pytest.mark.parametrize(("options", "backlog"), [(MODES[0], 0), (MODES[1], 1 << 20), (MODES[2], 1 << 20)])
+@pytest.mark.parametrize(
+    ("options", "backlog"),
+    [(MODES[0], 0), (MODES[1], 1 << 20), (MODES[2], 1 << 20), ({**MODES[2], "balance": True}, 1 << 20)],
+)
 def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: dict[str, Any], backlog: int) -> None:
     seen: dict[int, dict[str, list[Tensor]]] = {}
     entered: dict[str, int] = {}
+    counts: dict[str, tuple[int, ...]] = {}
     lock, rounds = threading.Lock(), 14 * options.get("fragments", 1)
     with LocalCluster(2, elastic=(1, 8), timeout=20.0, backlog=backlog) as cluster:
 
@@ -217,6 +221,8 @@ def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: 
                 loss_of(model, *tokens(100 * step + worker.rank, 4)).backward()
                 job.step()
                 step += 1
+            if (pace := model._averaging._pace) is not None:
+                counts[name] = pace._pacing.counts
             return worker.world_size
 
         found = cluster.run(work)
@@ -227,6 +233,8 @@ def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: 
         first, *others = states.values()
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), number
     assert len(seen[rounds]) == 3
+    assert len(counts) == (3 if "balance" in options else 0)
+    assert not counts or (len(set(counts.values())) == 1 and len(counts["worker-2"]) == 3)
 
 
 @pytest.mark.parametrize("options", MODES)

@@ -29,6 +29,7 @@ from gradserver.protocol.plan_codecs import with_named_codecs
 from gradserver.worker.client import Worker
 from gradserver.worker.local_sgd.fragments import Fragment
 from gradserver.worker.local_sgd.outer import description
+from gradserver.worker.local_sgd.pace import LocalPace
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.tree import Tree
@@ -49,6 +50,7 @@ class Averaging:
         longest: the longest interval; None if it stays.
         timeout: seconds that one exchange may wait for others; None for the worker's.
         wire: formats of buckets, by key.
+        pace: the steps of unequal workers; None for as many as the schedule says.
 
     Attributes:
         ended: exchanges without any batch since a block of `join` began: each ends one.
@@ -65,8 +67,12 @@ class Averaging:
         longest: int | None,
         timeout: float | None,
         wire: Mapping[str, str],
+        pace: LocalPace | None = None,
     ) -> None:
         self._worker = worker
+        self._pace = pace
+        self._every = schedule.every
+        """Steps in an interval; with a pace, of the slowest worker."""
         self._fragments = fragments
         self._schedule = schedule
         self._outer = outer
@@ -79,21 +85,42 @@ class Averaging:
         self._broken = ""
         """The error that broke the exchange."""
         self._waited, self._since = 0.0, time.monotonic()
+        self._waited_before = 0.0
+        """Time spent in exchanges of earlier intervals."""
         self._change = [0.0, 0.0]
         """Sums of squares of changes and of weights, over the fragments of this interval."""
         self._listeners: list[Callable[[], object]] = []
         self._inner: Optimizer | None = None
         self._ways = [self._agree(one, wire, timeout) for one in fragments]
+        if pace is not None:
+            device = fragments[0].parts[0].local.device
+            pace.measure(device, lambda: self._waited_before + self._waited)
 
     def _agree(self, fragment: Fragment, wire: Mapping[str, str], timeout: float | None) -> Staging:
         own = {bucket.key for bucket in fragment.plan.buckets}
-        plan = with_named_codecs(
-            fragment.proposal(description(self._outer)), {key: name for key, name in wire.items() if key in own}
-        )
+        paced = self._pace if self._is_last(fragment) else None
+        proposal = fragment.proposal(description(self._outer), None if paced is None else paced.spec)
+        plan = with_named_codecs(proposal, {key: name for key, name in wire.items() if key in own})
         agreement = self._worker.agree_beside(plan, timeout)
         way = Staging(self._worker, agreement, timeout)
+        if paced is not None:
+            paced.memory = way.new_memory(paced.spec.numel, torch.float64, torch.device("cpu"))
         fragment.agreed(agreement.plan, way.new_memory)
         return way
+
+    def _is_last(self, fragment: Fragment) -> bool:
+        """Tell whether an interval ends with a fragment."""
+        return fragment is self._fragments[-1]
+
+    @property
+    def every(self) -> int:
+        """Steps in an interval; with a pace, of the slowest worker."""
+        return self._every
+
+    def set_every(self, every: int) -> None:
+        """Set the steps in an interval."""
+        self._schedule.set_every(every if self._pace is None else self._pace.steps_of(every))
+        self._every = every
 
     def on_boundary(self, listener: Callable[[], object]) -> None:
         """Call ``listener`` after each exchange, before the next one begins."""
@@ -111,6 +138,8 @@ class Averaging:
         self._check()
         self._schedule.step()
         self._spent += weight
+        if self._pace is not None:
+            self._pace.step(weight)
         if self._schedule.takes:
             self._take(self._mixing)
         if self._schedule.sends:
@@ -173,18 +202,25 @@ class Averaging:
         fragment, way = self._fragments[number], self._ways[number]
         weight = fragment.spend(self._spent)
         present = weight > 0
+        if self._pace is not None and not self._schedule.delay:
+            self._pace.computed()
         with self._exchanging():
             way.before_forward()
             fragment.pack(due, self._rest())
-            for index, memory in enumerate(fragment.memories):
+            word, *flats = fragment.memories
+            told = [word, self._pace.fill()] if self._pace is not None and self._is_last(fragment) else [word]
+            for index, memory in enumerate((*told, *flats)):
                 way.note_writer(index, memory.device)
-                way.push(index, memory, weight if leaves else max(weight, _NO_STEPS), present or index == 0)
+                counts = weight if leaves else max(weight, _NO_STEPS)
+                way.push(index, memory, counts, present or index < len(told))
         self._schedule.sent()
 
     def _take(self, mixing: float) -> bool:
         """Take the mean of the fragment that is on its way. Return whether any member had a batch."""
         number = self._schedule.fragment
         fragment = self._fragments[number]
+        if self._pace is not None and self._schedule.delay:
+            self._pace.computed()
         with self._exchanging():
             anybody = self._ways[number].finish()[0].weight > 0
             if anybody and not self._worker.skipped:
@@ -194,7 +230,12 @@ class Averaging:
             if spoilt:
                 self._renew(fragment)
         self._schedule.taken()
-        if number == len(self._fragments) - 1 and anybody:
+        if self._pace is not None:
+            if self._is_last(fragment):
+                self._pace.arrived(anybody)
+            else:
+                self._pace.began()
+        if self._is_last(fragment) and anybody:
             self._end_interval(fragment.rest)
         for listener in self._listeners:
             listener()
@@ -229,14 +270,15 @@ class Averaging:
 
     def _end_interval(self, rest: float) -> None:
         """Choose the next interval. The largest ``rest`` of all is that of the slowest worker, which waits least."""
+        self._waited_before += self._waited
         self._waited, self._since = 0.0, time.monotonic()
         change, self._change = self._change, [0.0, 0.0]
-        if self._longest is None:
-            return
-        if change[1] > 0:
-            self.guard.record(math.sqrt(change[0] / change[1]))
-        every = next_interval(self._schedule.every, 1.0 - rest, self._first, self._longest, self.guard)
-        self._schedule.set_every(every)
+        if self._longest is not None:
+            if change[1] > 0:
+                self.guard.record(math.sqrt(change[0] / change[1]))
+            self.set_every(next_interval(self._every, 1.0 - rest, self._first, self._longest, self.guard))
+        elif self._pace is not None:
+            self.set_every(self._every)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -250,7 +292,7 @@ class Averaging:
         """Return the group's weights that are wider than their parameters, the outer optimizer, and the schedule."""
         return {
             "round": self._schedule.round,
-            "every": self._schedule.every,
+            "every": self._every,
             "changes": list(self.guard.changes),
             "wide": {name: weight for fragment in self._fragments for name, weight in fragment.wide().items()},
             "optimizer": self._outer.state_dict(),
@@ -265,7 +307,7 @@ class Averaging:
                 weight.copy_(state["wide"][name])
         self._outer.load_state_dict(state["optimizer"])
         if self._longest is not None:
-            self._schedule.set_every(state["every"])
+            self.set_every(state["every"])
         self._schedule.go_on_from(state["round"])
         self.guard = ConvergenceGuard(state["changes"])
         self._waited, self._since = 0.0, time.monotonic()

@@ -77,13 +77,14 @@ class Fragment:
         self._spent = 0.0
         """The sum of this worker's weights when it last sent the fragment."""
 
-    def proposal(self, outer: str) -> Plan:
+    def proposal(self, outer: str, pace: Bucket | None) -> Plan:
         """Return the plan to agree on. It names the ``outer`` optimizer, which must be the same at all members.
 
-        The word is its first bucket: behind a small last one no thread would read results while others compute.
+        The word is its first bucket, and ``pace`` the second one: behind a small last one no thread would read results
+        while others compute.
         """
         word = Bucket(_WORD, BY_NAME["float64"], (Component(f"due, and time not waited; {outer}", (2,)),), Op.MAX)
-        return Plan((word, *self.plan.buckets))
+        return Plan((word, *(() if pace is None else (pace,)), *self.plan.buckets))
 
     def agreed(self, plan: Plan, new_memory: NewMemory) -> None:
         """Go by the plan that all have agreed on, and take memory for the exchange."""

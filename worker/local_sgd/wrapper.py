@@ -18,6 +18,7 @@ from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.local_sgd.averaging import Averaging
 from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
 from gradserver.worker.local_sgd.outer import Outer, make_outer
+from gradserver.worker.local_sgd.pace import LocalPace, most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
@@ -48,6 +49,7 @@ class LocalSGD(WrappedModule):
 
     The mean is weighed by the steps that each worker has done since, each with `set_weight`. Workers may have
     different ``every``: a worker that is half as fast takes half as many steps. Rounds are then due at the same time.
+    With ``balance``, that follows from what is measured.
 
     With ``fragments``, parts of the module are exchanged at different steps, so that a slow link is used all the time.
     With ``delay``, a part is on its way while the worker computes so many steps. Then its parameters become ``mixing``
@@ -77,6 +79,9 @@ class LocalSGD(WrappedModule):
         timeout: seconds that one exchange may wait for others. None takes the worker's.
         wire: formats of single buckets, by key: ``{"fragment.0": "int8"}``. The others travel in the format given to
             `gradserver.connect`.
+        balance: for unequal workers: the slowest one makes ``every`` steps between two exchanges of a parameter, and
+            each other one as many as it can meanwhile, by what is measured. True, or the most times ``every`` that a
+            worker may step; True is 4. It must be the same at all workers.
 
     Attributes:
         module: the wrapped module, with this worker's parameters.
@@ -105,6 +110,7 @@ class LocalSGD(WrappedModule):
         average_buffers: bool = True,
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
+        balance: float | bool = False,
     ) -> None:
         super().__init__()
         self.module = module
@@ -115,8 +121,10 @@ class LocalSGD(WrappedModule):
         named = _known(wire or {}, self._fragments)
         self._outer = make_outer(outer, [part.weight for one in self._fragments for part in one.parts])
         share, longest = _share(mixing, delay), _longest(max_every, every)
+        most = most_times(balance)
+        pace = None if most is None else LocalPace(self.worker, self._schedule.every, most)
         self._averaging = Averaging(
-            self.worker, self._fragments, self._schedule, self._outer, share, longest, timeout, named
+            self.worker, self._fragments, self._schedule, self._outer, share, longest, timeout, named, pace
         )
         self._averaging.steps_with(optimizer)
         self._weight = 1.0
@@ -141,12 +149,20 @@ class LocalSGD(WrappedModule):
 
     @property
     def every(self) -> int:
-        """Steps of this worker between two exchanges of a parameter. It may be set, on each worker by itself."""
-        return self._schedule.every
+        """Steps between two exchanges of a parameter; with ``balance``, of the slowest worker.
+
+        It may be set. Without ``balance`` each worker may have its own, and with it all set the same.
+        """
+        return self._averaging.every
 
     @every.setter
     def every(self, every: int) -> None:
-        self._schedule.set_every(every)
+        self._averaging.set_every(every)
+
+    @property
+    def steps(self) -> int:
+        """Steps of this worker between two exchanges of a parameter: `every`, or more with ``balance``."""
+        return self._schedule.every
 
     @property
     def round(self) -> int:

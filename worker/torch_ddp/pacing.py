@@ -315,6 +315,12 @@ class Pacing:
         if self._watch is not None:
             self._watch.computed(self._batches, self.weight if self._batches else 0.0)
 
+    def resumed(self) -> None:
+        """Note that an exchange without the bucket is over, and the computation goes on."""
+        if self._watch is not None:
+            self._watch.arrived()
+            self._watch.begin()
+
     def abandon(self) -> None:
         """Note that the batches of the open exchange were not computed: their time counts for nothing."""
         self._batches = max(self._batches, 1)
