@@ -93,7 +93,7 @@ def names(text: str) -> tuple[str, ...]:
 def quorum(text: str) -> int | str:
     """Parse a number of workers, or a share of them."""
     if not text.endswith("%"):
-        return number(int, 1, MAX_WORLD_SIZE, "a number of workers, or a share such as 75%", "{} to {}")(text)
+        return number(int, 1, MAX_WORLD_SIZE, "a number of workers (or a share such as 75%)", "{} to {}")(text)
     share = number(float, 1.0, 100.0, "a share in percent", "{:g} to {:g}")
     share(text[:-1])
     return text

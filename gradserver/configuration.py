@@ -145,10 +145,13 @@ def read(path: Path) -> Settings:
     try:
         text = path.read_text("utf-8")
         content = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"cannot read the configuration file {path}: {error}") from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InvalidArgumentError(f"cannot read the configuration file {path}: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"the configuration file {path} is no text in UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InvalidArgumentError(f"{path}: {error}") from error
+        raise InvalidArgumentError(f"{path} is no TOML: {error}") from error
     lines, settings = _lines(text), Settings()
     tables = content.pop("group", {})
     where = f"{path}:{lines.get(('group',), 1)}"
@@ -170,6 +173,8 @@ def _table(
     for key, value in content.items():
         where = f"{path}:{lines.get((*place, key), 1)}"
         option = BY_KEY.get(key)
+        if isinstance(value, dict):
+            raise InvalidArgumentError(f"{where}: there is no table [{key}]: that of a group is [group.NAME]")
         if option is None or option.only_flag:
             known = [option.key for option in each() if not option.only_flag and (option.per_group or not place)]
             raise InvalidArgumentError(f"{where}: there is no option {key!r}{_nearest(key, known)}")

@@ -109,6 +109,8 @@ def test_a_group_may_have_a_mode_and_no_size_of_others(tmp_path: Path, monkeypat
         ("\nlate = 'never'", ":2: late is one of keep, drop, not 'never'"),
         ("[group.a]\nmean = 'krum'", ":2: mean: there is no mean 'krum': F is the number"),
         ("[group.a]\nworkers = 'b=3'", ":2: workers is N or MIN:MAX; name the group by its table, [group.b]"),
+        ("[groups.a]\nworkers = 2", "there is no table [groups]: that of a group is [group.NAME]"),
+        ("gather =", " is no TOML: Invalid value (at "),
         ("group = 'mine'", ":1: `group` has a table for each group, as [group.NAME]"),
         ("bind = ", "Invalid value (at "),
         ("[group.a]\nworkers = 2\nmean = 'median'", "group 'a': the mean median needs at least 3 workers"),
@@ -131,7 +133,7 @@ def test_what_is_wrong_is_told_with_its_line(
 
 def test_a_file_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--config", "/nowhere/c.toml"]) == 1
-    assert "cannot read the configuration file /nowhere/c.toml" in capsys.readouterr().err
+    assert "cannot read the configuration file /nowhere/c.toml: no such file or directory" in capsys.readouterr().err
 
 
 def test_config_shows_what_holds_and_its_source(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

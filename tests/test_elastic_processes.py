@@ -70,7 +70,7 @@ def test_status_shows_seats_and_the_epoch(capsys: pytest.CaptureFixture[str]) ->
         (["--workers", ":2"], "'' is not a number of workers"),
         (["--workers", "2:4", "--quorum", "0"], "0 is out of range"),
         (["--workers", "2:4", "--quorum", "120%"], "120 is out of range: a share in percent is 1 to 100"),
-        (["--workers", "2:4", "--quorum", "most"], "'most' is not a number of workers, or a share such as 75%"),
+        (["--workers", "2:4", "--quorum", "most"], "'most' is not a number of workers (or a share such as 75%)"),
     ],
 )
 def test_sizes_that_cannot_be_are_told_with_the_usage(

@@ -473,14 +473,24 @@ def test_what_is_not_possible() -> None:
         for options, text in (
             ({"outer": "adam"}, "outer is 'adam', and must be one of 'average', 'nesterov'"),
             ({"outer": lambda _: 3}, "outer has made a int"),
-            ({"fragments": 3}, "the module has 2 parameters"),
-            ({"mixing": 1.0}, "mixing is the part"),
-            ({"max_every": 2}, "max_every=2 is below every=16"),
+            ({"outer": sgd(module)}, "outer is a SGD, and must be a function that makes an optimizer"),
+            ({"fragments": 3}, "the module has 2 parameters that are trained: give at most 2"),
+            ({"mixing": 1.0}, "mixing is 1.0, and must be a number from 0 to below 1"),
+            ({"mixing": "half"}, "mixing is 'half', and must be a number"),
+            ({"max_every": 2}, "max_every=2 is below every=16, the interval to begin with: give at least 16"),
+            ({"max_every": "2"}, "max_every is '2', and must be a whole number"),
+            ({"wire": "int8"}, "wire is 'int8', and must have a format for each bucket"),
             ({"wire": {"fragment.1": "int8"}}, "the buckets are fragment.0"),
             ({"optimizer": sgd(nn.Linear(1, 1))}, "steps no parameter of the module"),
         ):
             with pytest.raises(InvalidArgumentError, match=text):
                 LocalSGD(module, worker, **options)
+        with pytest.raises(TypeError, match="optimizer is the class SGD, and must be a torch.optim.Optimizer"):
+            LocalSGD(module, worker, torch.optim.SGD)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"there is no worker .*model = gradserver.LocalSGD\(module, worker, opt"):
+            LocalSGD(module)
+        with pytest.raises(InvalidArgumentError, match="module is a LocalSGD, which a worker exchanges already: wrap"):
+            LocalSGD(LocalSGD(module, worker), worker)
 
     on(1, work)
 

@@ -200,8 +200,9 @@ def test_a_synchronous_group_grants_no_rounds() -> None:
     [
         ({"mode": "bounded"}, "needs staleness"),
         ({"mode": "later"}, "expected one of 'sync', 'bounded', 'async'"),
-        ({"staleness": 1}, "need mode 'bounded' or 'async'"),
-        ({"damping": "inverse"}, "need mode 'bounded' or 'async'"),
+        ({"staleness": 1}, "staleness is for mode 'bounded' or 'async', and the mode is 'sync'"),
+        ({"damping": "inverse"}, "damping is for mode 'bounded' or 'async', .*, or leave damping out"),
+        ({"staleness": 1, "damping": "inverse"}, "staleness and damping are for mode"),
         ({"mode": "async", "late": "drop"}, "late needs mode 'sync'"),
         ({"mode": "async", "backlog": 0}, "backlog must be above 0"),
         ({"mode": "async", "staleness": -1}, "staleness is 0 to"),

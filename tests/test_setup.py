@@ -108,6 +108,10 @@ def test_what_cannot_be_is_told_before_anything_is_joined() -> None:
     _, foreign = network()
     with pytest.raises(InvalidArgumentError, match="the optimizer steps 4 parameters that are not the model's"):
         gradserver.setup(module, foreign, url="tcp://127.0.0.1:1")
+    with pytest.raises(TypeError, match="model is a SGD, and must be a torch.nn.Module"):
+        gradserver.setup(foreign, module, url="tcp://127.0.0.1:1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer is the class SGD, and must be a torch.optim.Optimizer"):
+        gradserver.setup(module, torch.optim.SGD, url="tcp://127.0.0.1:1")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="devices is empty"):
         gradserver.setup(module, devices=[], url="tcp://127.0.0.1:1")
 

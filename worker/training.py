@@ -19,6 +19,7 @@ from gradserver.worker.data_parallel.devices import Device as Device, checked_de
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.offer import LOCAL_VARIABLES, local_place
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.wrapping import check_is_optimizer
 
 Module: TypeAlias = nn.Module
 Stepper: TypeAlias = Optimizer
@@ -126,7 +127,12 @@ def set_up(
     options: dict[str, Any],
 ) -> Training:
     """Put ``module`` on its devices, join the group if there is one, and wrap the module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"model is a {type(module).__name__}, and must be a torch.nn.Module: gradserver.setup(model, optimizer)"
+        )
     if optimizer is not None:
+        check_is_optimizer(optimizer)
         _check_optimizer(module, optimizer)
     chosen = _devices(devices)
     if chosen[0].type == "cuda":

@@ -28,6 +28,18 @@ GRACE_SECONDS = 0.5
 """Time that a round waits for members outside of the quorum, by default."""
 
 
+E = TypeVar("E", bound=StrEnum)
+
+
+def _named(kind: type[E], name: str, what: str) -> E:
+    """Return the value of this name; InvalidArgumentError, which says ``what`` it is of, if there is none."""
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(repr(str(one)) for one in kind)
+        raise InvalidArgumentError(f"{what}: expected one of {known}, got {name!r}") from None
+
+
 class OnNonFinite(StrEnum):
     """Policy about a round's gradients that are not finite."""
 
@@ -53,11 +65,7 @@ PROPAGATE: Final = OnNonFinite.PROPAGATE
 
 def on_non_finite(name: str) -> OnNonFinite:
     """Return the policy of this name; InvalidArgumentError if there is none."""
-    try:
-        return OnNonFinite(name)
-    except ValueError:
-        known = ", ".join(repr(str(one)) for one in OnNonFinite)
-        raise InvalidArgumentError(f"gradients that are not finite: expected one of {known}, got {name!r}") from None
+    return _named(OnNonFinite, name, "nonfinite")
 
 
 class Hashes(StrEnum):
@@ -191,10 +199,16 @@ class Mode:
         if self.staleness is not None and not 0 <= self.staleness <= MAX_STALENESS:
             raise InvalidArgumentError(f"staleness is 0 to {MAX_STALENESS} updates, not {self.staleness!r}")
         if self.name is ModeName.BOUNDED and self.staleness is None:
-            raise InvalidArgumentError("mode 'bounded' needs staleness: the most updates by which a gradient is late")
-        if not self.grants and (self.staleness is not None or self.damping is not Damping.NONE):
             raise InvalidArgumentError(
-                "staleness and damping need mode 'bounded' or 'async': in mode 'sync' no gradient is stale"
+                "mode 'bounded' needs staleness, the most updates by which a gradient is late: give a number, such as 4"
+            )
+        given = {"staleness": self.staleness is not None, "damping": self.damping is not Damping.NONE}
+        if not self.grants and any(given.values()):
+            names = " and ".join(name for name, is_given in given.items() if is_given)
+            are = "are" if all(given.values()) else "is"
+            raise InvalidArgumentError(
+                f"{names} {are} for mode 'bounded' or 'async', and the mode is 'sync', in which no gradient is stale: "
+                f"choose one of the former, or leave {names} out"
             )
 
     @property
@@ -217,17 +231,6 @@ SYNC: Final = Mode()
 def mode_of(name: str | None = None, staleness: int | None = None, damping: str | None = None) -> Mode:
     """Make the mode from what people say; None for the defaults. InvalidArgumentError says what is not possible."""
     return Mode(_named(ModeName, name or "sync", "mode"), staleness, _named(Damping, damping or "none", "damping"))
-
-
-E = TypeVar("E", bound=StrEnum)
-
-
-def _named(kind: type[E], name: str, what: str) -> E:
-    try:
-        return kind(name)
-    except ValueError:
-        known = ", ".join(repr(str(one)) for one in kind)
-        raise InvalidArgumentError(f"{what}: expected one of {known}, got {name!r}") from None
 
 
 def in_mode(

@@ -205,7 +205,8 @@ def chosen(parts: Sequence[Trained], which: Sequence[object]) -> list[Trained]:
     for one in which:
         part = next((part for part in parts if part.model is one or (part.name and part.name == one)), None)
         if part is None:
-            raise InvalidArgumentError(f"this job has no model {one!r:.80}: it has {[part.name for part in parts]}")
+            known = ", ".join(repr(part.name) for part in parts if part.name) or "one, which needs no name"
+            raise InvalidArgumentError(f"this job has no model {one!r:.80}: it has {known}")
         found.append(part)
     return sorted(found, key=parts.index)
 

@@ -208,7 +208,9 @@ def make_fragments(module: nn.Module, count: int, averages_buffers: bool) -> lis
         chosen[smallest].append(Part(name, local, weight))
         sizes[smallest] += local.numel() * wide.itemsize
     if not all(chosen):
-        raise InvalidArgumentError(f"fragments={count}, and the module has {len(named)} parameters that are trained")
+        raise InvalidArgumentError(
+            f"fragments={count}, and the module has {len(named)} parameters that are trained: give at most {len(named)}"
+        )
     owners = _buffer_owners(module) if averages_buffers else []
     return [
         Fragment(number, sorted(parts, key=lambda one: places[one.name]), owners if number == count - 1 else ())

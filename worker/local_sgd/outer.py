@@ -84,6 +84,9 @@ def make_outer(outer: Outer, weights: list[nn.Parameter]) -> Optimizer:
         raise InvalidArgumentError(
             f"outer is {outer!r}, and must be one of {', '.join(map(repr, _BY_NAME))}, or a function that makes an "
             f"optimizer, such as lambda weights: torch.optim.SGD(weights, lr=0.5)"
+            if isinstance(outer, str)
+            else f"outer is a {type(outer).__name__}, and must be a function that makes an optimizer of the group's "
+            f"weights, such as lambda weights: torch.optim.SGD(weights, lr=0.5)"
         )
     optimizer = made(weights)
     if not isinstance(optimizer, Optimizer):

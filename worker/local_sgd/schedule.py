@@ -34,8 +34,8 @@ class Schedule:
     """
 
     def __init__(self, every: int, fragments: int = 1, delay: int = 0) -> None:
-        self.fragments = _whole(fragments, "fragments", 1)
-        self.delay = _whole(delay, "delay", 0)
+        self.fragments = whole(fragments, "fragments", 1)
+        self.delay = whole(delay, "delay", 0)
         self.round = 0
         self.under_way = False
         self._steps = 0
@@ -49,7 +49,7 @@ class Schedule:
 
     def set_every(self, every: int) -> None:
         """Set the steps between two averagings of a fragment, from the next sending on."""
-        self._every = _whole(every, "every", 1)
+        self._every = whole(every, "every", 1)
         if every < self.fragments:
             raise InvalidArgumentError(
                 f"every={every} steps are too few for {self.fragments} fragments, of which one at a time is sent: give "
@@ -58,7 +58,8 @@ class Schedule:
         if self.delay > every // self.fragments:
             raise InvalidArgumentError(
                 f"delay={self.delay}: a fragment must arrive before the next one is sent, which is after "
-                f"{every // self.fragments} of every={every} steps with {self.fragments} fragments"
+                f"{every // self.fragments} of every={every} steps with {self.fragments} fragments: give at most "
+                f"{every // self.fragments}"
             )
 
     @property
@@ -100,7 +101,8 @@ class Schedule:
         self.round, self.under_way, self._steps = number, False, 0
 
 
-def _whole(value: object, name: str, least: int) -> int:
+def whole(value: object, name: str, least: int) -> int:
+    """Return ``value``, an argument; InvalidArgumentError unless it is a whole number of ``least`` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(f"{name} is {value!r}, and must be a whole number, at least {least}")
     return value

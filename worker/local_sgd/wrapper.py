@@ -14,15 +14,16 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
+from gradserver.protocol.plan_codecs import check_names
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.local_sgd.averaging import Averaging
 from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
 from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.pace import LocalPace, most_times
-from gradserver.worker.local_sgd.schedule import Schedule
+from gradserver.worker.local_sgd.schedule import Schedule, whole
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
-from gradserver.worker.torch_ddp.wrapping import check_mode, checked_worker
+from gradserver.worker.torch_ddp.wrapping import check_is_optimizer, check_mode, checked_worker
 from gradserver.worker.tree import Tree
 
 _CHUNK_BYTES: Final = 25 * MIB
@@ -114,7 +115,7 @@ class LocalSGD(WrappedModule):
     ) -> None:
         super().__init__()
         self.module = module
-        self.worker: Worker = checked_worker(module, worker, None, None, None)
+        self.worker: Worker = checked_worker(module, worker, None, None, None, "LocalSGD(module, worker, optimizer)")
         check_mode(self.worker, "LocalSGD")
         self._schedule = Schedule(every, fragments, delay)
         self._fragments = make_fragments(module, fragments, average_buffers)
@@ -306,20 +307,25 @@ class LocalSGD(WrappedModule):
 def _share(mixing: float | None, delay: int) -> float:
     if mixing is None:
         return 0.5 if delay else 0.0
-    if not 0.0 <= mixing < 1.0:
+    if not isinstance(mixing, int | float) or not 0.0 <= mixing < 1.0:
         raise InvalidArgumentError(
-            f"mixing is the part of a worker's own parameters, from 0 to below 1: not {mixing!r}"
+            f"mixing is {mixing!r}, and must be a number from 0 to below 1: the part of a worker's own parameters"
         )
     return mixing
 
 
 def _longest(max_every: int | None, every: int) -> int | None:
-    if max_every is not None and max_every < every:
-        raise InvalidArgumentError(f"max_every={max_every} is below every={every}, the interval to begin with")
+    if max_every is None:
+        return None
+    if whole(max_every, "max_every", 1) < every:
+        raise InvalidArgumentError(
+            f"max_every={max_every} is below every={every}, the interval to begin with: give at least {every}"
+        )
     return max_every
 
 
 def _known(wire: Mapping[str, str], fragments: list[Fragment]) -> Mapping[str, str]:
+    check_names(wire, fragments[0].plan.buckets[0].key)
     keys = {bucket.key for one in fragments for bucket in one.plan.buckets}
     if unknown := sorted(wire.keys() - keys):
         raise InvalidArgumentError(f"wire names {unknown[0]!r}, and the buckets are {', '.join(sorted(keys))}")
@@ -330,6 +336,7 @@ def _hooked(model: LocalSGD, optimizer: Optimizer | None) -> Callable[[], None]:
     """Have the steps of ``optimizer`` counted. Return a function that ends this."""
     if optimizer is None:
         return lambda: None
+    check_is_optimizer(optimizer)
     mine = {id(parameter) for parameter in model.module.parameters()}
     if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
         raise InvalidArgumentError("the optimizer steps no parameter of the module: make it with module.parameters()")

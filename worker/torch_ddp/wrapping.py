@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, UsageError
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.wrapped import WrappedModule
 
 
 def checked_worker(
@@ -19,11 +21,16 @@ def checked_worker(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
     process_group: object,
+    call: str = "DistributedDataParallel(module, worker)",
 ) -> Worker:
-    """Return ``worker`` if the arguments are possible; else raise an error that says what to give instead."""
-    connected = "worker = gradserver.connect(); model = gradserver.DistributedDataParallel(module, worker)"
+    """Return ``worker`` if the arguments of ``call`` are possible; else raise an error that says what to give."""
+    connected = f"worker = gradserver.connect(); model = gradserver.{call}"
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module: {connected}")
+    if isinstance(module, WrappedModule):
+        raise InvalidArgumentError(
+            f"module is a {type(module).__name__}, which a worker exchanges already: wrap its .module instead"
+        )
     if process_group is not None:
         raise TypeError(f"process_group= belongs to torch.distributed. Groups are workers': {connected}")
     if worker is None:
@@ -40,6 +47,16 @@ def checked_worker(
                     f"module.to(device) first, and then wrap it; one process trains on one device"
                 )
     return worker
+
+
+def check_is_optimizer(optimizer: object) -> None:
+    """Raise TypeError unless this is an optimizer of torch."""
+    if not isinstance(optimizer, Optimizer):
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise TypeError(
+            f"optimizer is {what}, and must be a torch.optim.Optimizer: optimizer = torch.optim.AdamW("
+            f"module.parameters())"
+        )
 
 
 def _device(device: int | str | torch.device) -> torch.device:
