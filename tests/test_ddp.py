@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -244,18 +245,27 @@ def test_parameter_thawed_after_wrapping_is_refused() -> None:
 
 
 def test_exchange_seconds_count_the_wait_for_others() -> None:
-    def work(worker: Worker) -> float:
+    accumulated, late = threading.Semaphore(0), 0.3
+
+    def work(worker: Worker) -> tuple[float, float]:
         model = DistributedDataParallel(Transformer(), worker)
         assert model.exchange_seconds == 0.0
         loss = loss_of(model, *tokens(0, 2))
+        parameters = list(model.module.parameters())
+        for parameter in parameters:
+            if worker.rank == 0:
+                parameter.register_post_accumulate_grad_hook(lambda _: accumulated.release())
+            else:  # until the other worker has nothing to do but wait
+                assert accumulated.acquire(timeout=60)
         if worker.rank == 1:
-            time.sleep(0.3)
+            time.sleep(late)
+        began = time.perf_counter()
         loss.backward()
-        return model.exchange_seconds
+        return model.exchange_seconds, time.perf_counter() - began
 
-    waited, late = on(2, work)
-    assert 0.25 < waited < 5.0
-    assert 0.0 < late < 0.25
+    (waited, of_one), (of_late, of_other) = on(2, work)
+    assert late / 2 < waited < of_one
+    assert 0.0 < of_late < of_other, "the time before backward() is no exchange"
 
 
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────────

@@ -357,6 +357,11 @@ SCRIPTS_OF: dict[str, Callable[[int], Group]] = {
 
 
 SHOWN_BY = {
+    "a worker writes another bit than it got": 0,
+    "a member says that it holds nothing": 0,
+    "a member says how long frames are that it lacks": 0,
+    "what is given again goes behind later collectives": 1,
+    "what a lossy codec keeps back is in what is sent again": 1,
     "what a worker gives too late counts again and again": 5,
     "a coordinator forgets at a restart which learners contribute": 14,
     "no learner is written down as entered": 12,

@@ -96,13 +96,13 @@ def _take_a_plan_twice(patch: pytest.MonkeyPatch) -> None:
 
 Make = Callable[[int], SubgroupGroup]
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Make, int]] = {
-    "a sub-group ends with its connection": (_end_with_the_connection, script_of_subgroups, 16),
+    "a sub-group ends with its connection": (_end_with_the_connection, script_of_subgroups, 1),
     "a sub-group ends as a data shard has lost its coordinator": (
         _hear_of_a_lost_shard_as_of_the_end,
         script_of_subgroups,
-        16,
+        10,
     ),
-    "a member does not resume in its sub-groups": (_say_nothing_anew, script_of_subgroups, 16),
+    "a member does not resume in its sub-groups": (_say_nothing_anew, script_of_subgroups, 1),
     "a request that is repeated makes another sub-group": (_make_another_one, script_of_splits, 9),
     "a connection that breaks behind the Welcome takes the sub-group along": (
         _lose_it_behind_its_welcome,
