@@ -254,7 +254,7 @@ def test_exchange_seconds_count_the_wait_for_others() -> None:
         parameters = list(model.module.parameters())
         for parameter in parameters:
             if worker.rank == 0:
-                parameter.register_post_accumulate_grad_hook(lambda _: accumulated.release())
+                parameter.register_post_accumulate_grad_hook(lambda _: accumulated.release())  # type: ignore[no-untyped-call]
             else:  # until the other worker has nothing to do but wait
                 assert accumulated.acquire(timeout=60)
         if worker.rank == 1:
