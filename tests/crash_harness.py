@@ -75,6 +75,8 @@ class Fused(Harness):
 
     fuse: int = -1
     books: JournalState = field(default_factory=JournalState)
+    is_full: bool = False
+    """True if nothing can be written, until the coordinator is lost."""
     records: list[RecordKind] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     """Presences of processes that are known to run."""
@@ -121,8 +123,10 @@ class Fused(Harness):
 
     def write(self, record: RecordKind) -> None:
         """Keep a record. Light a fuse if it is the one that the next trap waits for."""
-        self.books.apply(Dated(self.now, record))
         self.records.append(record)
+        if self.is_full:
+            return
+        self.books.apply(Dated(self.now, record))
         if self.traps and self.fuse < 0 and isinstance(record, self.traps[0].kind):
             self.fuse = self.traps.pop(0).commands
         match record:
@@ -154,6 +158,7 @@ class Fused(Harness):
         self.reduces.clear()
         self.inbox.clear()
         self.fuse = -1
+        self.is_full = False
         restored = tuple(record for _, record in self.books.records())
         self.incarnation += 1
         self.books.apply(Dated(self.now, Start(self.incarnation, "", 0, 0.0, 0.0)))

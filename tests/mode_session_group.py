@@ -218,3 +218,22 @@ class ModeGroup(Group):
             assert self.bound is None or all(number - version <= self.bound for version in cohort.values())
             made = Counter(version for (_, to), (_, version) in self.gave.items() if to == number)
             assert made <= Counter(cohort.values()), f"round {number} has contributions of {made}, and says {cohort}"
+
+
+class MeetingNode(ModeNode):
+    """Such a worker that calls a collective behind each third round, as one that logs a mean now and then."""
+
+    def _take_part(self, index: int | None, counts: bool = False) -> None:
+        worker = self.worker
+        assert worker is not None
+        number = worker.round
+        super()._take_part(index, counts)
+        if number % 3 == 2 and not worker.observes:
+            self.group.dawdle()
+            worker.all_reduce(np.ones(3), "sum")
+
+
+class MeetingGroup(ModeGroup):
+    """Nodes of such a group that call collectives, too."""
+
+    node_type = MeetingNode

@@ -16,7 +16,7 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from tests.crash_harness import Trap
 from tests.direct_session_group import DirectGroup
-from tests.mode_session_group import MODES, ModeGroup
+from tests.mode_session_group import MODES, MeetingGroup, ModeGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
 from tests.subgroup_session_group import SubgroupGroup
@@ -137,6 +137,29 @@ def script_of_modes(seed: int) -> ModeGroup:
     for _ in range(chance.randint(0, 2)):
         what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
         group.world.at[chance.randint(0, 600)].append(partial(what, chance.randint(0, 3)))
+    return group
+
+
+def script_of_full_disks(seed: int) -> ModeGroup:
+    """Make a group with such rounds that loses its coordinator soon after its disk is full."""
+    chance = random.Random(seed)
+    mode, sizes = chance.choice(MODES), [chance.randint(1, 40) for _ in range(chance.randint(1, 2))]
+    rates, preemption = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)]), chance.choice((0.0, 0.05))
+    group = ModeGroup(chance.randint(2, 4), sizes, chance.randint(2, 5), mode, seed, rates, (), preemption)
+    for _ in range(chance.randint(1, 3)):
+        step = chance.randint(20, 500)
+        group.world.at[step].append(group.world.fill_disk)
+        group.world.at[step + chance.randint(1, 60)].append(partial(group.world.lose_soon, chance.randint(0, 6)))
+    return group
+
+
+def script_of_meetings(seed: int) -> MeetingGroup:
+    """Make a group with such rounds and collectives, that others join, at several data shards."""
+    chance = random.Random(seed)
+    rates, sizes = chance.choice([(1.0, 1.0), (1.0, 1.0, 1.0)]), [chance.randint(1, 40)]
+    group = MeetingGroup(chance.randint(2, 3), sizes, chance.randint(3, 6), ("async", None, None), seed, rates)
+    for _ in range(chance.randint(1, 2)):
+        group.world.at[chance.randint(20, 400)].append(partial(group.join, 0))
     return group
 
 

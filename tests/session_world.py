@@ -428,6 +428,15 @@ class World:
         if alive := sorted(self.harness.minds):
             self.kill_shard(alive[which % len(alive)])
 
+    def fill_disk(self) -> None:
+        """Have nothing written any more, until the coordinator is lost."""
+        self.harness.is_full = self.is_down_until < 0
+
+    def lose_soon(self, commands: int) -> None:
+        """Lose the coordinator after so many more commands, if there is one."""
+        if self.is_down_until < 0:
+            self.harness.fuse = commands
+
     def crash(self) -> None:
         """Lose the coordinator, and each of its shards with a chance of a half."""
         harness = self.harness

@@ -14,6 +14,7 @@ from gradserver.engine.policy import Mode
 from gradserver.protocol.errors import GradServerError
 from gradserver.worker.member import requests as member
 from gradserver.worker.member.requests import Event, Requests, State, Turn
+from tests.session_scripts import check, script_of_full_disks
 from tests.test_mode_session_laws import holds_in_run
 
 RUNS = 60
@@ -86,6 +87,7 @@ FAULTS: dict[str, Plant] = {
     "a later round begins while one is open": _instead(
         control, "is_due", lambda group: bool(group.requests.waiting) and group.requests.begun < group.rounds.number
     ),
+    "a round that members have results of begins again": _instead(Asked, "note_begun", lambda *_: None),
     "a member pushes before it has applied the rounds in front": _pushes_early,
     "a member takes results for there that are not": _instead(Requests, "_has_results", lambda _: True),
     "a request is not said again on a new connection": _forgets_on_a_new_connection,
@@ -95,12 +97,18 @@ SHOWN_BY = {"a contribution of any age counts": 1, "a later round begins while o
 """Runs to begin with, for faults that few runs show."""
 
 
+RUNS_OF: dict[str, Callable[[int], None]] = {
+    "a round that members have results of begins again": lambda seed: check(script_of_full_disks(seed)),
+}
+"""Runs of faults that show in others than those of `holds_in_run`."""
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[name](monkeypatch)
     for seed in (SHOWN_BY.get(name, 0), *range(RUNS)):
         try:
-            holds_in_run(seed)
+            RUNS_OF.get(name, holds_in_run)(seed)
         except (AssertionError, GradServerError, KeyError, IndexError):
             return
     pytest.fail(f"{RUNS} runs keep all laws, though {name}")

@@ -7,7 +7,14 @@ from hypothesis import given, settings, strategies as st
 
 from tests.examples import examples
 from tests.mode_session_group import MODES, ModeGroup, ModeOf
-from tests.session_scripts import Happenings, check, hold, script_of_modes
+from tests.session_scripts import (
+    Happenings,
+    check,
+    hold,
+    script_of_full_disks,
+    script_of_meetings,
+    script_of_modes,
+)
 from tests.test_session_laws import fuses, happenings, joins, many_rates, preemptions, seeds, sharded
 
 pytestmark = pytest.mark.usefixtures("session_code")
@@ -66,6 +73,22 @@ def test_workers_die_and_join_and_all_apply_the_same_updates(
 ) -> None:
     group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
     hold(group, (comes, group.join), (deaths, group.kill))
+
+
+@pytest.mark.parametrize("seed", [21, 57, 80, 136, 224, 362])
+def test_a_round_keeps_its_contributions_though_its_beginning_was_not_written(seed: int) -> None:
+    check(script_of_full_disks(seed))
+
+
+@pytest.mark.parametrize("seed", [14, 30, 44])
+def test_a_collective_goes_on_without_a_learner_that_came_while_it_was_open(seed: int) -> None:
+    check(script_of_meetings(seed))
+
+
+@pytest.mark.long
+def test_coordinators_with_full_disks_are_lost() -> None:
+    for seed in range(400):
+        check(script_of_full_disks(seed))
 
 
 @pytest.mark.long

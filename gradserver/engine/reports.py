@@ -157,6 +157,8 @@ class Recovered(RemoteReport):
 
     group: Name
     round: Count
+    begun: Flag = False
+    """True if members hold results of it."""
 
 
 Report = RemoteReport | Violation

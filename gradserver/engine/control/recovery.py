@@ -76,6 +76,8 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
     """
     if group.shards.lacking:
         return  # as above
+    if report.begun:
+        group.requests.note_begun(report.round)
     if not group.recovery.standing:
         _check(group, report)
         group.rounds.begin(report.round)

@@ -12,6 +12,9 @@ says when a round begins, and which contributions it takes:
     for a member that leaves too much unread               all: no member is left out because others are quicker
     for a learner that gets its state                      all, if the others wait for it anyway
 
+A round of which members hold results has begun before, perhaps without a record of that. It begins again at once, with
+the members that push to it.
+
 The members that are granted a round are its cohort. All others are cut off from it before it begins: they get its
 results unasked, as stragglers do. A member that the others wait for has the round timeout to make a request.
 `gradserver.engine.control.machine` has the rules and timers, `gradserver.worker.member.requests` the member's half.
@@ -133,6 +136,8 @@ def note(registry: Registry, group: Group) -> None:
 
 def can_begin(group: Group) -> bool:
     """Tell whether the next round can begin."""
+    if is_due(group) and _has_begun(group):
+        return True
     if not is_due(group) or not has_quorum(group):
         return False
     all_are_ready = len(group.requests.ready(group.rounds.number)) >= len(_with_data(group))
@@ -142,6 +147,9 @@ def can_begin(group: Group) -> bool:
 def begin(group: Group, effects: Effects) -> None:
     """Refuse requests that are too old. Begin the next round with the others, or with all members if none has data."""
     requests, number, mode = group.requests, group.rounds.number, group.policy.mode
+    if _has_begun(group):
+        _begin_with(group, sorted(requests.pushing(number)), effects)
+        return
     ready = requests.ready(number)
     for member_id in sorted(one for one, message in ready.items() if not mode.takes(number - message.version)):
         _tell_of_refusal(
@@ -151,7 +159,21 @@ def begin(group: Group, effects: Effects) -> None:
     cohort = sorted(ready.keys() & requests.waiting.keys())
     if not cohort and (ready or _with_data(group)):
         return
-    cohort = cohort or sorted(requests.waiting)
+    _begin_with(group, cohort or sorted(requests.waiting), effects)
+
+
+def _has_begun(group: Group) -> bool:
+    """Tell whether an earlier coordinator has begun the next round, and could not write that, as when its disk is full.
+
+    The results that members hold of it have the contributions of that time, and so must the others. Members of then
+    that are here push, and have said so.
+    """
+    return group.requests.unrecorded == group.rounds.number
+
+
+def _begin_with(group: Group, cohort: Sequence[int], effects: Effects) -> None:
+    """Begin the next round with the contributions of ``cohort``, and cut off all others."""
+    requests, number = group.requests, group.rounds.number
     others = sorted(set(group.contributors).difference(cohort))
     requests.begin(number, cohort)
     group.rounds.close_without(number, others)

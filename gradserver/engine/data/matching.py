@@ -153,7 +153,10 @@ def _first_due(group: Group, member_id: int, key: ExchangeKey) -> int:
 
 
 def _abandoned(group: Group, member_id: int, key: ExchangeKey, due: int) -> list[Exchange]:
-    """Return open exchanges to which ``member_id`` will never contribute in full, as it has begun ``key``."""
+    """Return open exchanges to which ``member_id`` will never contribute in full, as it has begun ``key``.
+
+    Others may have begun one before ``member_id`` came, which has no part in that.
+    """
     last, place = due - 1, place_of(key)
     if key.stream == TRANSFER and place - last <= len(group.exchanges):
         keys = [key._replace(number=number) for number in range(last, place)]
@@ -164,7 +167,10 @@ def _abandoned(group: Group, member_id: int, key: ExchangeKey, due: int) -> list
     return [
         exchange
         for exchange in found
-        if exchange is not None and exchange.failure is None and exchange.pushed.get(member_id, -1) < exchange.stop
+        if exchange is not None
+        and exchange.failure is None
+        and member_id in exchange.participants
+        and exchange.pushed.get(member_id, -1) < exchange.stop
     ]
 
 

@@ -334,7 +334,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
                 group.exchanges.settle(key, loose)
     failed = {key for holder in holders.values() for state in FAILED for key in holder.slices[state]}
     group.exchanges.recall({key: _why_not(group, recovery, key) for key in failed})
-    effects.report(Recovered(group.order.group, number))
+    effects.report(Recovered(group.order.group, number, bool(found)))
     for member_id in holders:
         effects.send(group.members.connections[member_id], Standing(recovery.generation, number))
     if found:

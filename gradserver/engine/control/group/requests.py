@@ -45,6 +45,7 @@ class Requests:
     Attributes:
         waiting: those that have no answer, by member id.
         begun: the latest round that has begun; -1 before the first.
+        unrecorded: round that has begun before a recovery, perhaps without a record of that; -1 if there is none.
         cohorts: members that contribute to the latest rounds, and the version of each contribution, by round.
         versions: version at which each member computes, or a lower one.
         applied: number of rounds that each member had applied when it made its latest request.
@@ -56,6 +57,7 @@ class Requests:
 
     waiting: dict[int, RequestRound] = field(default_factory=dict)
     begun: int = -1
+    unrecorded: int = -1
     cohorts: dict[int, dict[int, int]] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
@@ -88,6 +90,14 @@ class Requests:
             for member_id, one in here
             if not one.follows and (one.first == number or (one.first < number and not one.pushes))
         }
+
+    def pushing(self, number: int) -> set[int]:
+        """Return the members that have begun to push to round ``number``."""
+        return {member_id for member_id, one in self.waiting.items() if one.pushes and one.first == number}
+
+    def note_begun(self, number: int) -> None:
+        """Note that members hold results of round ``number``, so that it has begun."""
+        self.unrecorded = number
 
     def withdraw(self, member_id: int) -> None:
         """Forget the request of a member."""
@@ -144,7 +154,7 @@ class Requests:
         self.cohorts.clear()
         self.versions.clear()
         self.applied.clear()
-        self.begun = number - 1
+        self.begun, self.unrecorded = number - 1, -1
         self._look_again()
 
     def recall(self, number: int) -> None:
@@ -152,6 +162,7 @@ class Requests:
         for later in sorted(one for one in self.cohorts if one > number):
             for member_id, version in self.cohorts.pop(later).items():
                 self.waiting.setdefault(member_id, RequestRound(version, later))
+        self.unrecorded = -1
         if self.begun > number:
             self.begun = number
             self._look_again()
