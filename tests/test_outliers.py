@@ -1,0 +1,196 @@
+"""Verdicts about members that are off: each kind of fault is named soon, and no healthy training ever."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gradserver.comparison import compare
+from gradserver.engine.commands import Measures, Memory
+from gradserver.engine.control.noise import Noise
+from gradserver.engine.control.outliers import Outliers, Verdict
+from gradserver.engine.figures import Figures, OfBucket, Tally, figures_of
+from gradserver.mean import Array
+
+ROUNDS = 400
+"""Rounds of a healthy training; 5000 name nobody either."""
+
+
+def figures(rows: list[Array], weights: list[float] | None = None) -> Figures:
+    """Compare ``rows`` as the reducer does."""
+    weights = weights or [1.0] * len(rows)
+    mean = np.average(rows, axis=0, weights=weights).astype(np.float32)
+    measures = Measures(1, 0, Memory(), [])
+    values = [row.astype(np.float32) for row in rows]
+    with np.errstate(all="ignore"):
+        of_mean = float(mean.astype(np.float64) @ mean.astype(np.float64))
+        compare(measures, list(enumerate(weights)), values, mean, of_mean, True, False)
+    tally = Tally()
+    tally.expect(mean.size)
+    tally.add(measures.found)
+    return figures_of({0: tally})
+
+
+class Watched:
+    """A group whose rounds are judged."""
+
+    def __init__(self) -> None:
+        self.outliers = Outliers()
+        self.named: list[tuple[int, Verdict]] = []
+        self.cleared: list[int] = []
+        self.round = 0
+
+    def take(self, rows: list[Array], weights: list[float] | None = None) -> None:
+        """Judge one more round."""
+        found = figures(rows, weights)
+        fresh, cleared = self.outliers.take(found.members, dict(enumerate(weights or [1.0] * len(rows))))
+        self.outliers.follow_level(found.members)
+        self.round += 1
+        self.named += [(self.round, one) for one in fresh]
+        self.cleared += cleared
+
+
+def batches(random: np.random.Generator, workers: int, numel: int, noise: float) -> list[Array]:
+    """Make the gradients of a round, with ``noise`` over signal."""
+    return [1.0 + noise * random.normal(size=numel) for _ in range(workers)]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("begins", [0, 40])
+def test_a_worker_scaled_by_minus_ten_is_named_within_five_rounds(workers: int, begins: int) -> None:
+    random, watched = np.random.default_rng(workers), Watched()
+    for number in range(begins + 6):
+        rows = batches(random, workers, 1000, 3.0)
+        if number >= begins:
+            rows[1] *= -10
+        watched.take(rows)
+    assert [one.member_id for _, one in watched.named] == [1]
+    (number, verdict) = watched.named[0]
+    assert begins < number <= begins + 5
+    assert 5 < verdict.ratio < 20
+    assert "times the median" in str(verdict)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("begins", [0, 40])
+def test_a_flipped_exponent_bit_in_one_element_a_round_is_named(workers: int, begins: int) -> None:
+    random, watched = np.random.default_rng(workers), Watched()
+    for number in range(begins + 6):
+        rows = [row.astype(np.float32) * 1e-3 for row in batches(random, workers, 5000, 3.0)]
+        if number >= begins:
+            bits = rows[0].view(np.uint32)
+            bits[random.integers(5000)] ^= 1 << 30
+        watched.take(rows)
+    assert [one.member_id for _, one in watched.named] == [0]
+    assert watched.named[0][0] <= begins + 5
+
+
+def test_a_bit_that_flips_now_and_then_is_named_after_some_rounds() -> None:
+    random, watched = np.random.default_rng(7), Watched()
+    for number in range(64):
+        rows = [row.astype(np.float32) * 1e-3 for row in batches(random, 4, 5000, 3.0)]
+        if number % 8 == 0:
+            rows[3].view(np.uint32)[number] ^= 1 << 30
+        watched.take(rows)
+    assert {one.member_id for _, one in watched.named} == {3}
+
+
+@pytest.mark.parametrize("workers", [3, 4, 8])
+@pytest.mark.parametrize("factor", [-1.0, -2.5, 0.0, 0.05, 30.0])
+def test_other_factors_are_named_too(workers: int, factor: float) -> None:
+    random, watched = np.random.default_rng(workers), Watched()
+    for _ in range(60):
+        rows = batches(random, workers, 1000, 2.0)
+        rows[2] *= factor
+        watched.take(rows)
+    assert [one.member_id for _, one in watched.named] == [2]
+
+
+def test_of_two_that_point_apart_neither_is_blamed_alone() -> None:
+    random, watched = np.random.default_rng(3), Watched()
+    for _ in range(60):
+        rows = batches(random, 2, 1000, 1.0)
+        rows[1] *= -1
+        watched.take(rows)
+    assert {one.member_id for _, one in watched.named} == {0, 1}
+    assert all(one.contrary for _, one in watched.named)
+
+
+def test_of_two_the_one_is_named_that_has_changed() -> None:
+    """The worker whose gradients vanish is off, and not the other one, whose norm is larger."""
+    random, watched = np.random.default_rng(3), Watched()
+    for number in range(60):
+        rows = batches(random, 2, 1000, 1.0)
+        if number > 40:
+            rows[0] *= 1e-3
+        watched.take(rows)
+    assert [one.member_id for _, one in watched.named] == [0]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize(("numel", "noise"), [(2000, 10.0), (200, 100.0), (20, 3.0), (3, 1.0), (1, 5.0)])
+def test_nobody_is_named_in_noise(workers: int, numel: int, noise: float) -> None:
+    random, watched = np.random.default_rng(workers + numel), Watched()
+    for _ in range(ROUNDS):
+        watched.take(batches(random, workers, numel, noise))
+    assert watched.named == []
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_nobody_is_named_when_norms_have_heavy_tails(workers: int) -> None:
+    """Near the end of a training most samples have no gradient, and some a large one."""
+    random, watched = np.random.default_rng(workers), Watched()
+    for _ in range(ROUNDS):
+        scales = np.exp(1.5 * random.normal(size=workers))
+        watched.take([scale * row for scale, row in zip(scales, batches(random, workers, 50, 4.0), strict=True)])
+    assert watched.named == []
+
+
+def test_small_batches_scatter_more_and_are_not_named() -> None:
+    random, watched, weights = np.random.default_rng(5), Watched(), [32.0, 32.0, 1.0]
+    for _ in range(300):
+        watched.take([1.0 + 30 * random.normal(size=500) / math.sqrt(w) for w in weights], weights)
+    assert watched.named == []
+
+
+def test_a_worker_that_is_in_line_again_is_cleared() -> None:
+    random, watched = np.random.default_rng(6), Watched()
+    for number in range(120):
+        rows = batches(random, 4, 1000, 2.0)
+        if number < 10:
+            rows[1] *= 20
+        watched.take(rows)
+    assert [one.member_id for _, one in watched.named] == [1]
+    assert watched.cleared == [1]
+    assert watched.outliers.named == {}
+
+
+# ── noise ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 8), st.floats(1.0, 20.0), st.integers(0, 2**32))
+def test_noise_scale_is_that_of_the_samples(workers: int, spread: float, seed: int) -> None:
+    """It is σ²/1 for elements of mean 1 and deviation σ, whatever the batches are."""
+    random, noise, numel = np.random.default_rng(seed), Noise(), 4000
+    sizes = [float(size) for size in random.integers(4, 33, workers)]
+    for _ in range(64):
+        rows = [1.0 + spread * random.normal(size=numel) / math.sqrt(size) for size in sizes]
+        noise.take(figures(rows, sizes).buckets)
+    assert noise.scale == pytest.approx(spread**2, rel=0.1)
+    assert noise.scale_of(0) == pytest.approx(noise.scale)
+
+
+def test_noise_scale_is_told_when_there_is_enough_to_tell() -> None:
+    noise = Noise()
+    for _ in range(7):
+        noise.take([OfBucket(0, 2.0, 6.0), OfBucket(1, -1.0, 1.0)])
+    assert noise.scale is None
+    noise.take([OfBucket(0, 2.0, 6.0)])
+    assert noise.scale == pytest.approx(7.0)
+    assert noise.scale_of(1) is None
+    noise.restart()
+    assert noise.scale is None
