@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from gradserver.engine import Engine
-from gradserver.engine.policy import Policy, in_mode, mode_of, on_non_finite
+from gradserver.engine.policy import Policy, in_mode, mode_of, on_non_finite, on_outlier
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Channel, Outlet
 from gradserver.protocol.errors import (
@@ -75,6 +75,8 @@ class LocalCluster:
         nonfinite: action on NaN or Inf in a gradient. ``"halt"`` ends the group with an error that names worker, bucket
             and parameter. ``"leave-out"`` leaves that slice of it out of the mean. With ``"skip"`` no worker applies
             the round. ``"propagate"`` passes it on, as torch does, which a GradScaler needs.
+        outliers: action on a worker with gradients that are far off those of the others for several rounds.
+            ``"report"`` names it. ``"leave-out"`` gives its gradients weight 0. ``"halt"`` ends the group.
         mean: rule by which gradients are averaged: ``"plain"``, or a robust one, as ``"median"``, ``"trimmed:0.25"``,
             ``"clipped:1"`` or ``"krum:1"``.
     """
@@ -97,6 +99,7 @@ class LocalCluster:
         wire: str = "fp32",
         backlog: int = BACKLOG_BYTES,
         nonfinite: Literal["halt", "leave-out", "skip", "propagate"] = "halt",
+        outliers: Literal["report", "leave-out", "halt"] = "report",
         mean: str = "plain",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
@@ -104,7 +107,7 @@ class LocalCluster:
         size = Policy(*elastic) if elastic else Policy.of(world_size)
         chosen, lateness = in_mode(mode_of(mode, staleness, damping), quorum, backup, grace, late, size.maximum)
         policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for, mode=chosen)
-        policy = dataclasses.replace(policy, mean=mean_of(mean))
+        policy = dataclasses.replace(policy, mean=mean_of(mean), outliers=on_outlier(outliers))
         policy.check_mean()
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")

@@ -117,6 +117,16 @@ GENERAL: Final = (
         per_group=True,
     ),
     Option(
+        "outliers",
+        "policy for a worker with gradients that are far off those of the others for several rounds: much larger or "
+        "smaller, or opposite. report: it is named in log, status and ledger. leave-out: from the next round on its "
+        "gradients have weight 0. halt: the group halts with an error that names it. Gradients on the direct plane are "
+        "not measured",
+        choices=("report", "leave-out", "halt"),
+        default="report",
+        per_group=True,
+    ),
+    Option(
         "plane",
         "way of the gradients that a group must go by, so that a worker which cannot is refused. direct: from worker "
         "to worker, by NCCL or gloo. hierarchical: so within each host, and from one worker of each to the "

@@ -145,10 +145,12 @@ def _names_of_groups(settings: Settings) -> frozenset[str] | None:
 
 def _worlds(settings: Settings) -> dict[str, Policy]:
     """Collect the policies of the groups that are named, and of the others where something is said of them."""
+    from gradserver.engine.policy import OnOutlier
+
     policies = {name: _policy(settings, name) for name in settings.groups}
     if not policies or OTHERS not in policies:
         others = _policy(Settings(settings.common), "", is_only=not policies)
-        if others is not None and (others.mean.is_robust):
+        if others is not None and (others.mean.is_robust or others.outliers is not OnOutlier.REPORT):
             policies = {OTHERS: others, **policies}
     return {name: policy for name, policy in policies.items() if policy is not None}
 
@@ -163,7 +165,7 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
     Where others are named, too, such options may be theirs alone: then it ``is_only`` one of several, and they do not
     count.
     """
-    from gradserver.engine.policy import OnNonFinite, Policy, in_mode, mode_of
+    from gradserver.engine.policy import OnNonFinite, Policy, in_mode, mode_of, on_outlier
 
     def given(key: str) -> Any:
         return settings.given(key, name)
@@ -189,6 +191,7 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
         "rejoin": given("rejoin-for"),
         "state_seconds": given("state-timeout"),
         "state_rate": None if given("state-rate") is None else given("state-rate") * MIB,
+        "outliers": None if given("outliers") is None else on_outlier(given("outliers")),
         "nonfinite": OnNonFinite(given("nonfinite")) if "nonfinite" in own else None,
         "plane": given("plane") if "plane" in own else None,
         "round_timeout": given("round-timeout") if "round-timeout" in own else None,

@@ -166,6 +166,9 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         lines.append(f"  plan: {buckets}, {size} a round")
     if group["mean"] != "plain":
         lines.append(f"  mean: {group['mean']}")
+    scale = group["noise_scale"]["scale"]
+    if scale is not None:
+        lines.append(f"  noise scale: {scale:.4g}, about the critical batch size (in units of weight)")
     lines += [*_plane(group["plane"]), *_members(group)]
     for exchange in group.get("open", []):
         lines.append(
@@ -175,6 +178,11 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if bad.get("rounds"):
         whose = ", ".join(f"{name!r} in {rounds}" for name, rounds in bad["workers"].items())
         lines.append(f"  NaN or Inf in {bad['rounds']} rounds ({bad['policy']}): {whose}")
+    for member in group["members"]:
+        found = member.get("gradients", {})
+        if found.get("off"):
+            becomes = "left out" if found["left_out"] else group["outliers"]
+            lines.append(f"  {member['name']!r} is far off ({becomes}): {found['off']}")
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
@@ -201,6 +209,10 @@ def _members(group: dict[str, Any]) -> list[str]:
         found["speed"] = [f"{pace['rate']:.3g} {pace['unit']}/s" if pace else "" for pace in paces]
         found["share"] = [f"{pace['share']:.0%}" if pace else "" for pace in paces]
         found["batches"] = [f"{pace['batches']} a round" if pace else "" for pace in paces]
+    gradients = [member.get("gradients") for member in group["members"]]
+    if any(gradients):
+        found["norm"] = [f"{one['norm_ratio']:.3g} x" if one else "" for one in gradients]
+        found["cosine"] = [f"{one['cosine']:.2f}" if one else "" for one in gradients]
     offers = [member.get("offer", {}) for member in group["members"]]
     if any(offer.get("devices") for offer in offers):
         found["device"] = [offer["devices"][0]["name"] if offer.get("devices") else "CPU" for offer in offers]

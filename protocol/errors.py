@@ -25,7 +25,8 @@ GradServerError
 │   ├── WorkerLostError           it died, or its connection broke
 │   ├── WorkerLeftError           it left politely, but was still needed
 │   ├── LeftOutError              this worker, for the others: they continue without it
-│   └── NonFiniteError            it contributed NaN or Inf
+│   ├── NonFiniteError            it contributed NaN or Inf
+│   └── OutlierError              it contributed something else than the others, for several rounds
 ├── DeadlineError                 that of workers that did not come in time; it names them (also a TimeoutError)
 │   └── JoinTimeoutError
 ├── CoordinatorError              the coordinator's, or the way to it (also a ConnectionError)
@@ -217,6 +218,16 @@ class NonFiniteError(PeerError):
 
     bucket: str = ""
     parameter: str = ""
+    round: int = -1
+
+
+class OutlierError(PeerError):
+    """The gradients of a worker are far off those of the others, and the group is to halt then.
+
+    Attributes:
+        round: number of the round.
+    """
+
     round: int = -1
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradserver.engine.figures import Figures, OfBucket, OfMember
 from gradserver.engine.order_fields import Member
-from gradserver.engine.policy import Lateness, OnNonFinite
+from gradserver.engine.policy import Lateness, OnNonFinite, OnOutlier
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.declared import fields_of
 from gradserver.protocol.dtypes import BY_CODE
@@ -93,6 +93,7 @@ _of_types: Final[dict[Any, Strategy]] = {
     Place: st.builds(Place, _counters, _counters),
     Scope: st.sampled_from(Scope),
     OnNonFinite: st.sampled_from(OnNonFinite),
+    OnOutlier: st.sampled_from(OnOutlier),
     Mean: st.sampled_from([mean_of(name) for name in ("plain", "median", "trimmed:0.25", "clipped:1.5", "krum:2")]),
     Lateness: st.sampled_from([Lateness(3), Lateness(percent=75.0, keeps=False), Lateness(backup=2, grace=0.0)]),
     Member: st.builds(Member, st.just(-1), st.text(max_size=20)),

@@ -14,7 +14,7 @@ from gradserver.engine.commands import Command, Log, Record, Send
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
 from gradserver.engine.declared import KINDS, Kind
 from gradserver.engine.journal_state import Dated, JournalState
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import OnNonFinite, OnOutlier, Policy
 from gradserver.engine.records import (
     MAX_BODY_BYTES,
     Begun,
@@ -32,6 +32,7 @@ from gradserver.engine.records import (
     Halt,
     Handling,
     Moded,
+    Outlier,
     Plan,
     Reset,
     Round,
@@ -71,6 +72,9 @@ RECORDS: list[Kind] = [
     Cut("default", 1, 7, (1, 1023), "round 7 closed without 'w1' (rank 1)"),
     Halt("default", 1, 8, "NonFiniteError", "'w1' contributed NaN"),
     Handling("default", OnNonFinite.PROPAGATE),
+    Handling("default", OnNonFinite.HALT, outliers=OnOutlier.LEAVE_OUT),
+    Outlier("default", 3, 40, 1, 9.75, -0.5, True, True),
+    Outlier("default", 3, 80, 1, 1.0, 0.0, False, False),
     Spent("default", 123_456_789),
     Stragglers("default", True),
     Commits("default"),

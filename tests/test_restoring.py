@@ -12,7 +12,7 @@ from gradserver.engine.commands import Log, Send
 from gradserver.engine.control.access import Access
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Received, Restored
-from gradserver.engine.policy import Lateness, OnNonFinite, Policy
+from gradserver.engine.policy import Lateness, OnNonFinite, OnOutlier, Policy
 from gradserver.engine.records import (
     Boundary,
     Closed,
@@ -22,6 +22,7 @@ from gradserver.engine.records import (
     Epoch,
     Group,
     Handling,
+    Outlier,
     Plan,
     Reset,
     Start,
@@ -88,6 +89,19 @@ def test_what_becomes_of_non_finite_gradients_stays_as_it_began(tmp_path: Path) 
         found.handle(Restored(state.restored), 0.0)
     assert found.data.groups["g"].order.nonfinite is OnNonFinite.PROPAGATE
     assert found.snapshot(0.0)["groups"]["g"]["nonfinite"]["policy"] == "propagate"  # type: ignore[index]
+
+
+def test_members_that_are_left_out_stay_so(tmp_path: Path) -> None:
+    handling = Handling("g", OnNonFinite.HALT, outliers=OnOutlier.LEAVE_OUT)
+    off = [Outlier("g", 1, 0, member_id, 10.0, -0.5, True, member_id == 1) for member_id in (0, 1)]
+    write(tmp_path, *FOUNDED, handling, *off, Outlier("g", 1, 0, 0, 1.0, 0.0, False, False), round_record(0))
+
+    found, _ = engine(tmp_path)
+    group = found.control.groups["g"]
+    assert group.policy.outliers is OnOutlier.LEAVE_OUT
+    assert group.watch.left_out == {1}
+    assert list(group.watch.outliers.named) == [1]
+    assert found.data.groups["g"].left_out == {1: 1}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from gradserver.engine.records import (
     Halt,
     Handling,
     Moded,
+    Outlier,
     Plan,
     Round,
     Spent,
@@ -49,6 +50,8 @@ _BEHIND: Final[tuple[type[Kind], ...]] = (Entered, Plan, Round, Boundary, Halt)
 """The same behind them."""
 _SEVERAL: Final[frozenset[type[Kind]]] = frozenset({Cut, Begun})
 """Kinds of which several records matter."""
+_OF_MEMBERS: Final = Outlier
+"""The kind of which the latest record of each member matters."""
 _LATEST: Final = frozenset(_BEFORE + _BEHIND)
 
 
@@ -69,12 +72,15 @@ class GroupState:
         ends: which rounds are over, and the epoch in force behind each.
         positions: which samples are used, and by which members.
         offers: what members can do, by member id.
+        outliers: members that are far off, by member id.
     """
 
     def __init__(self, founded: Dated) -> None:
         self._latest: dict[type[Kind], Dated] = {Group: founded}
         self.epochs: dict[int, Dated] = {}
         self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
+        self.outliers: dict[int, Outlier] = {}
+        self._found: dict[int, Dated] = {}
         self.ends = Ends()
         self.positions = Positions()
         self._leased: Dated | None = None
@@ -99,6 +105,7 @@ class GroupState:
             case Epoch(_, epoch):
                 self.positions.keep_only(member_id for member_id, _ in record.members)
                 self.epochs[epoch] = dated
+                self._keep_found({member_id for member_id, _ in record.members})
                 if len(self.epochs) > MAX_EPOCHS:
                     del self.epochs[min(self.epochs)]
             case Data() | Claim():
@@ -116,12 +123,24 @@ class GroupState:
             self._latest[type(record)] = dated
         elif type(record) in _SEVERAL and self.is_durable:
             self.cuts.append(dated)
+        elif isinstance(record, _OF_MEMBERS):
+            self._take_outlier(dated, record)
 
     def _end(self, number: int, epoch: int) -> None:
         """Take what is written of the end of a round."""
         self.ends.write(number, epoch)
         first = self.ends.earliest if Stragglers in self._latest else epoch
         self.epochs = {known: news for known, news in self.epochs.items() if known >= first}
+
+    def _take_outlier(self, dated: Dated, found: Outlier) -> None:
+        """Take that a member is far off, or in line again."""
+        self._found[found.member_id], self.outliers[found.member_id] = dated, found
+        self._keep_found({one for one, known in self.outliers.items() if known.off})
+
+    def _keep_found(self, member_ids: set[int]) -> None:
+        """Forget that members are far off, but for some."""
+        self.outliers = {one: found for one, found in self.outliers.items() if one in member_ids}
+        self._found = {one: self._found[one] for one in self.outliers}
 
     def take_choice(self, dated: Dated, chosen: Chosen) -> None:
         """Take the next choice of the plane, and what members have told."""
@@ -163,6 +182,7 @@ class GroupState:
         """Yield the records that are to be restated of it, in an order in which they can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
+        yield from self._found.values()
         yield from self._choices()
         yield from self._ends(name)
         yield from (self._latest[kind] for kind in _BEHIND if kind in self._latest)

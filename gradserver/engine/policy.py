@@ -58,6 +58,17 @@ class OnNonFinite(StrEnum):
         return self in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP)
 
 
+class OnOutlier(StrEnum):
+    """Policy about a member that contributes something else than the others, over several rounds."""
+
+    REPORT = "report"
+    """It is named in the log, the status and the ledger."""
+    LEAVE_OUT = "leave-out"
+    """From the next round on its contributions have weight 0, while those of half of the members count."""
+    HALT = "halt"
+    """The group stops, and all members get an error that names it."""
+
+
 HALT: Final = OnNonFinite.HALT
 PROPAGATE: Final = OnNonFinite.PROPAGATE
 """Aliases for code that asks with every slice: a look-up in a class of enumerators takes its time."""
@@ -233,6 +244,11 @@ def mode_of(name: str | None = None, staleness: int | None = None, damping: str 
     return Mode(_named(ModeName, name or "sync", "mode"), staleness, _named(Damping, damping or "none", "damping"))
 
 
+def on_outlier(name: str) -> OnOutlier:
+    """Return the policy of this name; InvalidArgumentError if there is none."""
+    return _named(OnOutlier, name, "outliers")
+
+
 def in_mode(
     mode: Mode,
     quorum: int | str | None = None,
@@ -281,6 +297,7 @@ class Policy:
         rejoin: seconds that a group with fewer than the minimum waits for a worker to join, before it ends. None for
             the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.
         mean: rule by which gradients are averaged.
+        outliers: policy about members that are far off.
         nonfinite: policy about gradients that are not finite; None for the coordinator's.
         plane: the plane that the group is to go by; None for the coordinator's.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the coordinator's.
@@ -299,6 +316,7 @@ class Policy:
     rejoin: float | None = None
     mode: Mode = SYNC
     mean: Mean = PLAIN
+    outliers: OnOutlier = OnOutlier.REPORT
     nonfinite: OnNonFinite | None = None
     plane: str | None = None
     round_timeout: float | None = None

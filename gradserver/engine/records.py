@@ -22,7 +22,7 @@ import msgpack
 
 from gradserver.engine.data_records import COMMITTED, Committed
 from gradserver.engine.declared import CODES, KINDS, Field, Kind, kind
-from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.policy import OnNonFinite, OnOutlier
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.declared import nested, several
@@ -79,6 +79,13 @@ def known_policy(value: Any) -> OnNonFinite:
     if value not in tuple(OnNonFinite):
         raise MalformedMessageError(f"expected what becomes of gradients that are not finite, got {brief(value)}")
     return OnNonFinite(value)
+
+
+def _known_outlier(value: Any) -> OnOutlier:
+    """The check of what becomes of members that are far off."""
+    if value not in tuple(OnOutlier):
+        raise MalformedMessageError(f"expected what becomes of members that are far off, got {brief(value)}")
+    return OnOutlier(value)
 
 
 Name = Annotated[str, Field(_name, _cut)]
@@ -390,18 +397,23 @@ class Reset(Kind):
 @kind(17)
 @dataclass(frozen=True, slots=True)
 class Handling(Kind):
-    """Policies of a group about gradients: those that are not finite, and the mean. Without it: halt, and plain."""
+    """Policies of a group about gradients: those that are not finite, the mean, and members that are far off.
+
+    Without it: halt, plain, and report.
+    """
 
     group: Name
     nonfinite: Annotated[OnNonFinite, Field(known_policy)]
     mean: MeanRule = PLAIN
+    outliers: Annotated[OnOutlier, Field(_known_outlier)] = OnOutlier.REPORT
 
     @classmethod
     def unpack(cls, values: list[Any]) -> Self:
-        """Make a record of what was read. Earlier versions wrote no mean."""
-        if not 2 <= len(values) <= 3:
+        """Make a record of what was read. Earlier versions wrote no mean, or no policy about outliers."""
+        if not 2 <= len(values) <= 4:
             raise MalformedMessageError(f"a Handling of {len(values)} fields")
-        return cls(_name(values[0]), known_policy(values[1]), known_mean((values[2:] or ["plain"])[0]))
+        given = [*values, *("plain", "report")[len(values) - 2 :]]
+        return cls(_name(given[0]), known_policy(given[1]), known_mean(given[2]), _known_outlier(given[3]))
 
 
 @kind(18)
@@ -459,6 +471,33 @@ class Begun(Kind):
     round: Count
     cohort: Annotated[tuple[Computed, ...], several(nested(Computed), MAX_WORLD_SIZE)]
     others: Ranks
+
+
+@kind(25)
+@dataclass(frozen=True, slots=True)
+class Outlier(Kind):
+    """As of ``round`` the contributions of a member are far off; or they are in line again, and not ``off``.
+
+    ``ratio`` is that of its norm to the median, and ``cosine`` the one to the mean of the others, averaged over some
+    rounds. If it is ``left_out``, its contributions have weight 0 from the next round on, as long as it is a member.
+    """
+
+    group: Name
+    epoch: Count
+    round: Count
+    member_id: Annotated[int, Field(_rank)]
+    ratio: Annotated[float, Field(number(0.0, 1e30))]
+    cosine: Annotated[float, Field(number(-1.0, 1.0))]
+    off: Flag
+    left_out: Flag
+
+    def told(self, name: str) -> str:
+        """Tell people what it says of the member with this ``name``."""
+        if not self.off:
+            return f"as of round {self.round}: the gradients of {name} are in line again"
+        becomes = ", left out" if self.left_out else ""
+        figures = f"norm {self.ratio:.3g} times the median, cosine {self.cosine:.2f} to the mean of the others"
+        return f"as of round {self.round}: the gradients of {name} are far off{becomes}: {figures}"
 
 
 @kind(24)

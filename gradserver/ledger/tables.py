@@ -23,6 +23,7 @@ from gradserver.engine.records import (
     Halt,
     Handling,
     Moded,
+    Outlier,
     Plan,
     Reset,
     Round,
@@ -125,6 +126,8 @@ class Story:
                     self._note(clock, f"gradients are averaged by the mean {mean}")
             case Reset(_, number):
                 self._note(clock, f"before round {number}: residuals of lossy codecs were lost, and reset")
+            case Outlier():
+                self._note(clock, record.told(plain(self.names.get(record.member_id, str(record.member_id)))))
             case Halt(_, _, number, error, reason):
                 self._note(clock, f"in round {number}: {error}: {plain(reason)}")
             case Closed(_, _, rounds, reason):

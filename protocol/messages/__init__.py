@@ -35,6 +35,7 @@ worker                                  coordinator
   ◄────────────────────────────────────── Failure at any time; Ping at any time, not answered
   Ping ──────────────────────────────────► answered with a Ping, which shows whether anything was lost
   ◄────────────────────────────────────── Membership, when a member departed or came in
+  ◄────────────────────────────────────── Notice, when its gradients are far off those of the others
   ◄────────────────────────────────────── RoundDone, after the last Result of a round
   (Resume, Resumed, Holding, Fetch, Held, Standing, after a connection broke: drawn in `.recovery`)
   Serve ─────────────────────────────────► may ask this member for its state, for a learner
@@ -68,6 +69,7 @@ from gradserver.protocol.messages.core import (
     Failure,
     Join,
     Leave,
+    Notice,
     Ping,
     Present,
     Scope,

@@ -145,6 +145,14 @@ class Ping(MessageKind):
     """A message that shows whether the connection still stands. A peer's is answered, the coordinator's is not."""
 
 
+@message(50)
+@dataclass(frozen=True, slots=True)
+class Notice(MessageKind):
+    """A warning for the person that runs this worker."""
+
+    text: Text
+
+
 @message(40)
 @dataclass(frozen=True, slots=True)
 class BePresent(MessageKind):

@@ -12,6 +12,7 @@ from gradserver.protocol.errors import RoundVoidError, WorkerLostError
 from gradserver.protocol.exchange import AMONG_MEMBERS, BUCKET, ExchangeKey, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_TEXT, SLICE_BYTES
 from gradserver.protocol.messages import Agreed, Attended, Failure, Granted, Leave, Message, Opened, Scope, Welcome
+from gradserver.protocol.messages.core import Notice
 from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, RoundDone, Transfer
@@ -89,6 +90,8 @@ class Member:
                 self.round_done(message)
             case Entered(number):
                 self.effects.complete_all([*self.learner.entered(number), *self.requests.give_up()])
+            case Notice(text):
+                self.effects.add(Log("%s", (text,)))
             case Granted():
                 self.requests.answered(message)
             case Agreed():

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradserver.engine.control.group import Group
+from gradserver.engine.control.outliers import Verdict
 from gradserver.engine.control.quota import counted, used_ranges
 from gradserver.engine.data_records import Claim, Committed
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.lease_table import Use
-from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.policy import OnNonFinite, OnOutlier
 from gradserver.engine.records import (
     Begun,
     Boundary,
@@ -25,6 +26,7 @@ from gradserver.engine.records import (
     Halt,
     Handling,
     Moded,
+    Outlier,
     Plan,
     Reset,
     Round,
@@ -58,8 +60,9 @@ def _policies(group: Group, effects: Effects) -> None:
     if mode.grants:
         bound = -1 if mode.staleness is None else mode.staleness
         _first(group, Moded(group.name, str(mode.name), bound, str(mode.damping)), effects)
-    if group.nonfinite is not OnNonFinite.HALT or group.policy.mean.is_robust:
-        _first(group, Handling(group.name, group.nonfinite, group.policy.mean), effects)
+    mean, outliers = group.policy.mean, group.policy.outliers
+    if group.nonfinite is not OnNonFinite.HALT or mean.is_robust or outliers is not OnOutlier.REPORT:
+        _first(group, Handling(group.name, group.nonfinite, mean, outliers), effects)
 
 
 def members(group: Group, reason: str, effects: Effects) -> None:
@@ -128,6 +131,13 @@ def boundary(group: Group, number: int, effects: Effects) -> None:
 def reset(group: Group, effects: Effects) -> None:
     """Write that what lossy codecs had kept back is lost."""
     _first(group, Reset(group.name, group.rounds.number), effects)
+
+
+def outlier(group: Group, number: int, verdict: Verdict, off: bool, left_out: bool, effects: Effects) -> None:
+    """A member is far off as of a round, or in line again."""
+    ratio = min(verdict.ratio, 1e30)
+    where = group.name, group.members.epoch, number, verdict.member_id
+    _first(group, Outlier(*where, ratio, verdict.cosine, off, left_out), effects)
 
 
 def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effects: Effects) -> None:

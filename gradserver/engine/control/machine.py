@@ -106,7 +106,7 @@ ROWS: Final = (
     Transition(_BEGUN, (Opens, Steps, Follow), do.say_of_modules, (BROKEN,)),
     Transition(_BEGUN, (RequestRound,), do.request_round),
     Transition(_BEGUN, (Paced,), do.note_pace),
-    Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED)),
+    Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED, BROKEN)),
     Transition(_BEGUN, (Applied,), do.apply, (ACTIVE, PAUSED)),
     Transition(_BEGUN, (Planned,), do.confirm),
     Transition(_BEGUN, (Late,), do.be_late),

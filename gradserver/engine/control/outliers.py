@@ -12,9 +12,9 @@ further off than the scatter among the members explains:
     its norm is more than 1000 times the median, in 3 rounds                                       of 32
 
 The logarithm of norms is averaged, so that one large value does not decide. Scatter is taken from the steps between one
-round and the next, so that a member that is always off does not hide in it. Of two members the one is off whose norm is
-further from what was usual; with no history, the larger one. Which of two is off that point away from each other cannot
-be told.
+round and the next, so that a member that is always off does not hide in it. Of two members, that
+one is off with the norm further from what was usual; with no history, the larger one. Which of two is off that point
+away from each other cannot be told.
 
 A contribution of little weight scatters more: its norm may be larger by the root of the ratio of weights.
 """
@@ -113,6 +113,10 @@ class Outliers:
     def is_wild(self, members: Iterable[OfMember]) -> bool:
         """Tell whether a contribution of the last round is so far off that estimates of noise are spoilt."""
         return any(one.member_id in self.named or abs(self._last(one.member_id)) > _WILD for one in members)
+
+    def recall(self, verdict: Verdict) -> None:
+        """Note a member that is off, as an earlier coordinator has found."""
+        self.named[verdict.member_id] = verdict
 
     def forget(self, member_id: int) -> None:
         """Forget a member, which has departed or does not count any more."""

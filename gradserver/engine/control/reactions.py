@@ -22,6 +22,7 @@ from gradserver.engine.control import (
     sessions,
     shard_replacement,
     turns,
+    watching,
 )
 from gradserver.engine.control.group import HERE, Applicant, Group, State
 from gradserver.engine.control.registry import Registry
@@ -238,6 +239,7 @@ def complete(event: Event) -> None:
         group.recovery.note_made(report.record.round)
     done = count_round(group, event.source, report)
     if done is not None:
+        watching.compare(group, done.record, done.figures, event.effects)
         rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from gradserver.engine.control import journal
+from gradserver.engine.control import journal, watching
 from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.planes import Choice
@@ -19,7 +19,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.journal_state import Dated, GroupState, JournalState
 from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.orders import RemoteOrder, SetPlan
-from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, Policy, in_mode, mode_of
+from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, OnOutlier, Policy, in_mode, mode_of
 from gradserver.engine.records import (
     Begun,
     Boundary,
@@ -99,8 +99,9 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
     if policy is not None:
         mode, handling = _mode(found.latest(Moded)), found.latest(Handling)
         mean = PLAIN if handling is None else handling.mean
+        outliers = OnOutlier.REPORT if handling is None else handling.outliers
         lateness = _lateness(found.latest(Stragglers), mode, policy)
-        policy = replace(policy, lateness=lateness, mode=mode, mean=mean)
+        policy = replace(policy, lateness=lateness, mode=mode, mean=mean, outliers=outliers)
     if policy is None or not policy.needs_all:
         return policy
     *_, latest = (dated.record for dated in found.epochs.values())
@@ -174,6 +175,8 @@ def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None
             )
         )
     )
+    if group.watch.left_out:
+        order(watching.order(group, group.rounds.number))
     if group.plans.plan is not None:
         order(SetPlan(group.name, group.plans.plan, group.plans.planned))
 
@@ -218,6 +221,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     group.set_timeouts(founded.timeout, waits if parent is None else parent.round_timeout)
     group.leases.restore(found.positions)
     _restore_rounds(group, found)
+    group.watch.restore(found.outliers)
     _tell_again(group, found, epochs)
     _close_again(group, found)
     return group

@@ -24,6 +24,7 @@ from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
 from gradserver.engine.control.group.turns import Turns
+from gradserver.engine.control.group.watch import Watch
 from gradserver.engine.control.planes import Candidate, Case
 from gradserver.engine.control.quota import Account
 from gradserver.engine.effects import Effects
@@ -93,6 +94,7 @@ class Group:
     leases: Leases = field(default_factory=Leases)
     turns: Turns = field(default_factory=Turns)
     requests: Requests = field(default_factory=Requests)
+    watch: Watch = field(default_factory=Watch)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -361,6 +363,7 @@ class Group:
                 | self.requests.describe(member_id)
                 | self.planes.describe_offer(member_id)
                 | self.members.describe_pace(member_id)
+                | self.watch.describe_member(member_id)
                 for member_id in self.members.by_id
             ],
             "waiting": waiting,
@@ -371,6 +374,8 @@ class Group:
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
             "mean": str(self.policy.mean),
+            "outliers": str(self.policy.outliers),
+            "noise_scale": self.watch.describe(plan),
             "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},
         }
 

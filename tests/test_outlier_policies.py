@@ -1,0 +1,155 @@
+"""Members that are far off, in real groups: they are named, left out, or halt their group, as the policy says."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import gradserver
+from gradserver.protocol.errors import OutlierError
+
+
+def model_of(worker: gradserver.Worker, seed: int = 0) -> tuple[Any, torch.nn.Module]:
+    """Wrap a small model."""
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+    return gradserver.DistributedDataParallel(module, worker), module
+
+
+def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(16, 20, generator=generator)
+    return inputs, (inputs[:, :4] * 3).softmax(1)
+
+
+def train(
+    worker: gradserver.Worker, rounds: int, bad: int, fault: str, cluster: gradserver.LocalCluster
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Train for some rounds, in which rank ``bad`` has a ``fault``. Return the weights, and when it is named."""
+    model, module = model_of(worker)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(worker.rank)
+    named = 0
+    for number in range(rounds):
+        inputs, targets = batch(generator)
+        loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        if worker.rank == bad and fault == "scaled":
+            loss = -10 * loss
+        if worker.rank == bad and fault == "bit":
+            weight = next(iter(module.parameters()))
+
+            def flip(gradient: torch.Tensor, number: int = number) -> torch.Tensor:
+                wrong = gradient.clone()
+                wrong.view(-1).view(torch.int32)[number * 7 % wrong.numel()] ^= 1 << 30
+                return wrong
+
+            hook = weight.register_hook(flip)  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if worker.rank == bad and fault == "bit":
+            hook.remove()
+        if fault != "bit":
+            optimizer.step()
+        members = cluster.snapshot()["groups"]["local"]["members"]  # type: ignore[index]
+        if any(member.get("gradients", {}).get("off") for member in members) and not named:
+            named = number + 1
+    return {name: value.clone() for name, value in module.state_dict().items()}, named
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("fault", ["scaled", "bit"])
+def test_a_faulty_worker_is_named_within_five_rounds(
+    workers: int, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gradserver.LocalCluster(workers) as cluster:
+        results = cluster.run(train, 7, 1, fault, cluster)
+        members = cluster.snapshot()["groups"]["local"]["members"]  # type: ignore[index]
+    assert {member["name"] for member in members if member["gradients"]["off"]} == {"worker-1"}
+    assert 0 < results[0][1] <= 6  # seen in the round behind that one
+    (warning,) = [record.message for record in caplog.records if "--outliers report" in record.message]
+    assert "'worker-1' (rank 1)" in warning
+    assert "times the median" in warning
+    told = [r.message for r in caplog.records if "far off" in r.message and "(--outliers" not in r.message]
+    assert len(told) == 1  # by its worker
+
+
+def test_nobody_is_named_in_a_training_without_faults(caplog: pytest.LogCaptureFixture) -> None:
+    with gradserver.LocalCluster(3) as cluster:
+        cluster.run(train, 60, -1, "", cluster)
+        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
+    assert [member["gradients"]["off"] for member in group["members"]] == [None] * 3
+    assert 0.5 < group["members"][0]["gradients"]["norm_ratio"] < 2
+    assert group["noise_scale"]["scale"] > 0
+    assert "far off" not in caplog.text
+
+
+def test_a_faulty_worker_is_left_out_and_goes_on_receiving(caplog: pytest.LogCaptureFixture) -> None:
+    with gradserver.LocalCluster(4, outliers="leave-out") as cluster:
+        results = cluster.run(train, 12, 2, "scaled", cluster)
+        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
+    weights = [weights for weights, _ in results]
+    for other in weights[1:]:  # L1
+        assert all(torch.equal(other[name], weights[0][name]) for name in other)
+    assert group["last_round"]["weights"] == (1.0, 1.0, 0.0, 1.0)
+    assert [member["gradients"]["left_out"] for member in group["members"]] == [False, False, True, False]
+    assert "weight 0 from the next round on" in caplog.text
+
+
+def test_a_faulty_worker_halts_its_group() -> None:
+    expected = pytest.raises(OutlierError, match=r"'worker-1' \(rank 1\) are far off")
+    with gradserver.LocalCluster(3, outliers="halt") as cluster, expected as raised:
+        cluster.run(train, 12, 1, "scaled", cluster)
+    assert (raised.value.worker, raised.value.rank) == ("worker-1", 1)
+    assert 0 < raised.value.round <= 5
+
+
+@pytest.mark.parametrize("policy", ["report", "leave-out"])
+def test_of_two_workers_one_may_be_left_out(policy: Literal["report", "leave-out"]) -> None:
+    with gradserver.LocalCluster(2, outliers=policy) as cluster:
+        cluster.run(train, 12, 1, "scaled", cluster)
+        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
+    assert group["last_round"]["weights"] == ((1.0, 0.0) if policy == "leave-out" else (1.0, 1.0))
+
+
+def test_a_policy_must_be_one_of_three() -> None:
+    with pytest.raises(gradserver.InvalidArgumentError, match="expected one of 'report', 'leave-out', 'halt'"):
+        gradserver.LocalCluster(2, outliers="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_noise_scale_is_that_of_the_gradients_of_single_samples(wire: str) -> None:
+    """Within 10 %, for a model that does not move meanwhile."""
+
+    def work(worker: gradserver.Worker) -> tuple[Any, float]:
+        model, module = model_of(worker)
+        generator = torch.Generator().manual_seed(100 + worker.rank)
+        size = 8 * (worker.rank + 1)
+        model.set_weight(size)
+        for _ in range(200):
+            inputs = torch.randn(size, 20, generator=generator)
+            loss = torch.nn.functional.cross_entropy(model(inputs), (inputs[:, :4] * 3).softmax(1))
+            module.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return None, 0.0
+
+    with gradserver.LocalCluster(3, wire=wire) as cluster:
+        cluster.run(work)
+        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+    inputs = torch.randn(4096, 20, generator=torch.Generator().manual_seed(5))
+    targets = (inputs[:, :4] * 3).softmax(1)
+
+    def loss_of(parameters: dict[str, torch.Tensor], one: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        output = torch.func.functional_call(module, parameters, (one[None],))
+        return torch.nn.functional.cross_entropy(output, target[None])
+
+    parameters = {name: value.detach() for name, value in module.named_parameters()}
+    found = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(parameters, inputs, targets)
+    samples = torch.cat([value.flatten(1) for value in found.values()], 1).double().numpy()
+    mean, trace = samples.mean(0), samples.var(0, ddof=1).sum()
+    expected = trace / (mean @ mean - trace / len(samples))
+    assert group["noise_scale"]["scale"] == pytest.approx(expected, rel=0.1)
+    assert np.isfinite(expected)
