@@ -282,6 +282,38 @@ def test_a_clock_measures_computation_without_what_was_spent_in_exchanges() -> N
     assert watch.read()[:3] == (0.0, 0.0, 0.0)
 
 
+def test_what_comes_in_a_pause_is_not_measured() -> None:
+    now, waited = [0.0], [0.0]
+    device = Device(at=100.0)
+    clocks = WallClock(lambda: waited[0], lambda: now[0]), DeviceClock(Any, lambda: Event(device))  # type: ignore[arg-type]
+
+    def passes(milliseconds: float) -> None:
+        now[0] += milliseconds / 1e3
+        device.queued += milliseconds - 1.0  # an event takes one
+
+    for given_up in (True, False):
+        for watch in clocks:
+            watch.begin()
+        passes(3.0)
+        for watch in clocks:
+            watch.pause()
+            watch.pause()
+            if given_up:
+                watch.cancel()
+        passes(20.0)
+    for watch in clocks:
+        watch.begin()
+    passes(5.0)
+    for watch in clocks:
+        watch.computed(1, 8)
+        watch.arrived()
+
+    for watch in clocks:
+        milliseconds, batches, count, _ = watch.read()
+        assert milliseconds == pytest.approx(8.0)
+        assert (batches, count) == (1, 8)
+
+
 def test_a_batch_that_was_given_up_is_not_measured() -> None:
     watch = WallClock(lambda: 0.0)
 

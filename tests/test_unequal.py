@@ -278,6 +278,46 @@ def test_each_sample_is_used_once_and_sizes_follow_the_times(ahead: int) -> None
     assert large == [8] * (3 + ahead) + [12] * (21 - ahead)
 
 
+class Fixed(torch.optim.SGD):
+    """An optimizer of a `Layer` that takes ``seconds`` by its clock, for a batch of any size."""
+
+    def __init__(self, module: Layer, seconds: float) -> None:
+        super().__init__(module.parameters(), lr=0.01)
+        self._of = module, seconds
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        module, seconds = self._of
+        module.now += seconds
+        super().step()
+
+
+def test_parts_leave_time_for_the_steps_of_optimizers_and_for_nothing_else_between() -> None:
+    inputs = samples(24 * 40)
+
+    def train(worker: Worker) -> list[int]:
+        data = BalancedSampler(len(inputs), worker, batch_size=24, seed=3)
+        balance = Balance(data, calibration_steps=2, rebalance_interval=1)
+        layer, other = Layer(1.0), Layer()
+        model = timed(DistributedDataParallel(layer, worker, balance=balance))
+        optimizer, sizes = Fixed(layer, 8.0 * worker.rank), []
+        another = Fixed(other, 1e3)
+        for indices in data:
+            optimizer.zero_grad()
+            loss_of(model, inputs[indices]).backward()
+            optimizer.step()
+            loss_of(other, inputs[:1]).backward()
+            another.step()  # of another module
+            layer.now += 1e3 * (1 - worker.rank)  # one worker evaluates
+            sizes.append(len(indices))
+        return sizes
+
+    with LocalCluster(2) as cluster:
+        quick, slow = cluster.run(train)
+
+    assert (quick[0], slow[0]) == (12, 12)
+    assert (quick[-1], slow[-1]) == (16, 8), "so that 16 and 8 + 8 take as long"
+
+
 def test_ranges_are_balanced_too() -> None:
     def train(worker: Worker) -> tuple[list[int], Tensor]:
         data = DataRanges(16 * 24, worker, batch_size=8, prefetch=0)

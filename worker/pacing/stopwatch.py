@@ -1,8 +1,8 @@
 """A worker's times: that of its own computation between two exchanges, and that of the exchange.
 
-    arrived        begun                computed               arrived
-       │  optimizer  │  forward, backward  │  the exchange        │
-       └─────────────┴──── milliseconds ───┴─ sync_milliseconds ──┘
+    arrived       begun      paused      begun                computed              arrived
+       │             │ optimizer │          │  forward, backward │  the exchange       │
+       └─────────────┴milliseconds──────────┴─── milliseconds ───┴─ sync_milliseconds ─┘
 
 On a CUDA device the moments are events on the stream that computes. They are read when the device has passed them, so
 the device is never waited for, and a measurement can come some rounds late. Elsewhere it is the time of the clock.
@@ -25,7 +25,10 @@ class Stopwatch(Protocol):
     """Measures intervals. Calls come in the order of the drawing, from the thread that trains."""
 
     def begin(self) -> None:
-        """Note that the computation begins, unless it has begun already."""
+        """Note that the computation begins, or goes on, unless it is under way."""
+
+    def pause(self) -> None:
+        """Note that something else follows before the computation goes on, such as an evaluation."""
 
     def computed(self, batches: int, samples: float) -> None:
         """Note that the computation of so many batches and samples is over, and the exchange is waited for."""
@@ -53,6 +56,8 @@ class WallClock:
     def __init__(self, waiting: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
         self._waiting, self._clock = waiting, clock
         self._begun: tuple[float, float] | None = None
+        self._before = 0.0
+        """Seconds of the computation before it was paused."""
         self._computed: float | None = None
         self._measured = 0.0, 0.0, 0.0
         self._sync = 0.0
@@ -62,23 +67,33 @@ class WallClock:
         if self._begun is None:
             self._begun = self._clock(), self._waiting()
 
+    def pause(self) -> None:
+        """Note that something else follows."""
+        self._before += self._since(self._clock())
+        self._begun = None
+
     def computed(self, batches: int, samples: float) -> None:
         """Note that the computation is over."""
         now = self._computed = self._clock()
         if self._begun is not None:
-            began, waited = self._begun
-            self._measured = 1e3 * (now - began - (self._waiting() - waited)), batches, samples
-        self._begun = None
+            self._measured = 1e3 * (self._before + self._since(now)), batches, samples
+        self._begun, self._before = None, 0.0
+
+    def _since(self, now: float) -> float:
+        if self._begun is None:
+            return 0.0
+        began, waited = self._begun
+        return now - began - (self._waiting() - waited)
 
     def arrived(self) -> None:
         """Note that the result is there."""
         if self._computed is not None:
             self._sync = 1e3 * (self._clock() - self._computed)
-        self._begun = self._computed = None
+        self._begun, self._computed, self._before = None, None, 0.0
 
     def cancel(self) -> None:
         """Forget the computation that has begun."""
-        self._begun = None
+        self._begun, self._before = None, 0.0
 
     def read(self) -> tuple[float, float, float, float]:
         """Return what was measured since the last call."""
@@ -92,8 +107,10 @@ class DeviceClock:
     def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
         self._event = event or (lambda: _recorded(device))
         self._begun: Any = None
-        self._computed: tuple[Any, Any, int, float] | None = None
-        self._pending: deque[tuple[Any, Any, Any, int, float]] = deque(maxlen=_MOST_PENDING)
+        self._before: list[tuple[Any, Any]] = []
+        """Beginnings and ends of the computation before it was paused."""
+        self._computed: tuple[list[tuple[Any, Any]], int, float] | None = None
+        self._pending: deque[tuple[list[tuple[Any, Any]], Any, int, float]] = deque(maxlen=_MOST_PENDING)
         self._sync = 0.0
 
     def begin(self) -> None:
@@ -101,31 +118,37 @@ class DeviceClock:
         if self._begun is None:
             self._begun = self._event()
 
+    def pause(self) -> None:
+        """Note that something else follows."""
+        if self._begun is not None:
+            self._before.append((self._begun, self._event()))
+        self._begun = None
+
     def computed(self, batches: int, samples: float) -> None:
         """Note that the computation is over."""
         if self._begun is not None:
-            self._computed = self._begun, self._event(), batches, samples
-        self._begun = None
+            self._computed = [*self._before, (self._begun, self._event())], batches, samples
+        self._begun, self._before = None, []
 
     def arrived(self) -> None:
         """Note that the result is there."""
         if self._computed is not None:
-            begun, computed, batches, samples = self._computed
-            self._pending.append((begun, computed, self._event(), batches, samples))
-        self._begun = self._computed = None
+            spans, batches, samples = self._computed
+            self._pending.append((spans, self._event(), batches, samples))
+        self._begun, self._computed, self._before = None, None, []
 
     def cancel(self) -> None:
         """Forget the computation that has begun."""
-        self._begun = None
+        self._begun, self._before = None, []
 
     def read(self) -> tuple[float, float, float, float]:
         """Return what the device has passed since the last call."""
         milliseconds = batches = samples = 0.0
-        while self._pending and self._pending[0][2].query():
-            begun, computed, arrived, count, size = self._pending.popleft()
-            milliseconds += begun.elapsed_time(computed)
+        while self._pending and self._pending[0][1].query():
+            spans, arrived, count, size = self._pending.popleft()
+            milliseconds += sum(begun.elapsed_time(end) for begun, end in spans)
             batches, samples = batches + count, samples + size
-            self._sync = computed.elapsed_time(arrived)
+            self._sync = spans[-1][1].elapsed_time(arrived)
         return milliseconds, batches, samples, self._sync
 
 

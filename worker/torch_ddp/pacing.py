@@ -7,13 +7,13 @@ decision is known when the round is over, without another message, on any plane,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradserver.protocol.balance import CALIBRATION_STEPS, REBALANCE_INTERVAL, shard_sizes
 from gradserver.protocol.cadence import CadenceOptions
@@ -30,6 +30,7 @@ from gradserver.worker.pacing.shares import BalanceRule, CadenceRule, Rule
 from gradserver.worker.pacing.stopwatch import Stopwatch, stopwatch
 from gradserver.worker.pacing.table import Measured, Table, numel_of
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.stepping import watch_steps
 from gradserver.worker.torch_ddp.wrapping import check_mode
 
 PACE_KEY: Final = "pace"
@@ -218,6 +219,8 @@ class Pacing:
             PACE_KEY, BY_NAME["float64"], (Component(f"times and shares ({pace.rule.terms})", shape),), Op.MAX
         )
         self._watch: Stopwatch | None = None
+        self._computes = False
+        """True from a forward to the end of the backward that exchanges."""
         self._weights: list[float] = []
         """Weights of the batches that were accumulated since the last exchange."""
         self._versions: list[int] = []
@@ -235,9 +238,25 @@ class Pacing:
 
         worker.on_membership(heard)
 
-    def measure(self, device: torch.device, waiting: Callable[[], float]) -> None:
-        """Measure the computation on ``device``; ``waiting`` returns the seconds spent in exchanges so far."""
+    def measure(
+        self, device: torch.device, waiting: Callable[[], float], parameters: Iterable[nn.Parameter] = ()
+    ) -> None:
+        """Measure the computation on ``device``, and the optimizers' steps of ``parameters``.
+
+        ``waiting`` returns the seconds spent in exchanges so far.
+        """
         self._watch = stopwatch(device, waiting)
+        watch_steps(self, parameters)
+
+    def stepping(self) -> None:
+        """Note that an optimizer begins a step. What is between that and a forward does not count."""
+        if self._watch is not None and not self._computes:
+            self._watch.begin()
+
+    def stepped(self) -> None:
+        """Note that it has ended the step."""
+        if self._watch is not None and not self._computes:
+            self._watch.pause()
 
     @property
     def is_cadence(self) -> bool:
@@ -272,6 +291,7 @@ class Pacing:
 
     def begin(self) -> None:
         """Note that a forward begins, or a backward without one."""
+        self._computes = True
         if self._watch is not None:
             self._watch.begin()
 
@@ -312,18 +332,20 @@ class Pacing:
 
     def computed(self) -> None:
         """Note that this worker has computed its batches."""
+        self._computes = False
         if self._watch is not None:
             self._watch.computed(self._batches, self.weight if self._batches else 0.0)
 
     def resumed(self) -> None:
         """Note that an exchange without the bucket is over, and the computation goes on."""
+        self._computes = True
         if self._watch is not None:
             self._watch.arrived()
             self._watch.begin()
 
     def abandon(self) -> None:
         """Note that the batches of the open exchange were not computed: their time counts for nothing."""
-        self._batches = max(self._batches, 1)
+        self._batches, self._computes = max(self._batches, 1), False
         if self._watch is not None:
             self._watch.cancel()
 

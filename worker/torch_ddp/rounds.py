@@ -129,7 +129,8 @@ class Rounds:
             0 if self.pacing is None else self.pacing.spec.numel, torch.float64, torch.device("cpu")
         )
         if self.pacing is not None:
-            self.pacing.measure(self.gradients[0].device, lambda: self.seconds)
+            parameters = [slot.parameter for slot in self.slots]
+            self.pacing.measure(self.gradients[0].device, lambda: self.seconds, parameters)
         self.modes = Modes(worker, compares=not options.exchange_in_eval)
         self.weight = 1.0
         self.seconds = 0.0

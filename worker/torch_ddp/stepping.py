@@ -1,4 +1,4 @@
-"""The optimizers that step the parameters of a module, in a block of code.
+"""The optimizers that step the parameters of a module: in a block of code, and when they begin and end.
 
 Torch calls one list of hooks for all optimizers of the process. Other threads iterate over it at any time, so it
 changes once only, when this module is imported. Each thread has its own blocks and notes.
@@ -7,13 +7,14 @@ changes once only, when this module is imported. Each thread has its own blocks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Stepper: TypeAlias = Callable[[], object] | Optimizer
 """An optimizer, or a function that steps one."""
@@ -47,11 +48,56 @@ def step_once(stepper: Stepper) -> None:
         stepper()
 
 
+class Watcher(Protocol):
+    """Object that is told of the steps of some parameters."""
+
+    def stepping(self) -> None:
+        """Note that an optimizer begins a step."""
+
+    def stepped(self) -> None:
+        """Note that it has ended the step."""
+
+
+class _Watched(NamedTuple):
+    watcher: weakref.ref[Watcher]
+    parameters: frozenset[int]
+
+
+_watched: tuple[_Watched, ...] = ()
+"""All that are told, of all threads: a new tuple when one comes."""
+_coming = threading.Lock()
+
+
+def watch_steps(watcher: Watcher, parameters: Iterable[nn.Parameter]) -> None:
+    """Tell ``watcher`` of each step of an optimizer that has any of ``parameters``, as long as it lives."""
+    global _watched
+    own = frozenset(map(id, parameters))
+    if own:
+        with _coming:
+            living = (one for one in _watched if one.watcher() is not None)
+            _watched = (*living, _Watched(weakref.ref(watcher), own))
+
+
+def _watchers(optimizer: Optimizer) -> Iterator[Watcher]:
+    for one in _watched:
+        parameters = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        if (watcher := one.watcher()) is not None and any(parameter in one.parameters for parameter in parameters):
+            yield watcher
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for watcher in _watchers(optimizer):
+        watcher.stepping()
+
+
 def _after_step(optimizer: Optimizer, *_: object) -> None:
+    for watcher in _watchers(optimizer):
+        watcher.stepped()
     for own, noted in _blocks.open:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if optimizer not in noted and any(id(parameter) in own for parameter in parameters):
             noted.append(optimizer)
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
