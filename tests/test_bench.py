@@ -92,6 +92,7 @@ def needs_hosts() -> None:
 # ── the suites, as a user runs them ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_same_host_reports_every_variant_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "bench.png"
     found = document(
@@ -159,6 +160,7 @@ def test_train_says_what_is_exposed_and_what_was_learnt() -> None:
         assert row["time_s"]["median"] > row["compute_s"]
 
 
+@pytest.mark.long
 def test_train_compares_planes_and_their_weights_with_torch_s() -> None:
     small = "--width", "32", "--blocks", "2", "--context", "32"
     rows = document("train", *small, *QUICK, "--plane", "direct,tcp,shm")["rows"]
@@ -211,6 +213,7 @@ def test_an_exchange_that_loses_something_for_good_is_noticed(monkeypatch: pytes
     assert codec_suite.account(["int8"], 2, 4)["int8"].wrong > 100_000
 
 
+@pytest.mark.long
 def test_cluster_keeps_to_its_rates_and_removes_its_hosts() -> None:
     needs_hosts()
     options = ("--hosts", "2", "--rate", "200mbit", "--coordinator-rate", "1gbit", "--sizes", "1MB")

@@ -126,6 +126,7 @@ def run_with_churn(out: Path, *options: str, seconds: float) -> str:
     return said
 
 
+@pytest.mark.long
 def test_demo_with_churn_loses_nothing(tmp_path: Path) -> None:
     said = run_with_churn(tmp_path, "--quick", "--churn", "0.2", "--workers", "2", "--steps", "60", seconds=100)
     assert re.search(r"\d  worker 'w[01]' was killed; 1 continues\n", said)

@@ -13,7 +13,6 @@ import torch
 from gradserver.worker.devices.device import Device
 from gradserver.worker.planes import staging
 from tests import gpu, gpu_measurements
-from tests.cluster import STARTED_WITHIN, Program
 from tests.fake_device import FakeDevice, checked
 from tests.gpu import LINES, Line, Outcome
 
@@ -93,15 +92,13 @@ def test_the_lines_fit_half_an_hour_and_are_the_measurements() -> None:
     assert [line.name for line in LINES] == [*gpu_measurements.MEASUREMENTS, "tests"]
 
 
-def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     page = tmp_path / "gpu.md"
-    words = "-m", "tests.gpu", "--page", str(page)
-    with Program(*words, environment=gpu.environment(), loaded="torch") as ran:
-        assert ran.end(STARTED_WITHIN) == 0, ran.complaints()
-        said = "make gpu: no CUDA device was found, so nothing was run and docs/gpu.md stays as it is"
-        assert ran.output() == [said]
+    assert gpu.main(["--page", str(page)]) == 0
+    said = "make gpu: no CUDA device was found, so nothing was run and docs/gpu.md stays as it is\n"
+    assert capsys.readouterr().out == said
     assert not page.exists()
 
 
