@@ -144,9 +144,23 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "--least names drop, which is not among --events kill,stop" in capsys.readouterr().err
     assert main(["chaos", "--events", "stop,slow", "--kills", "5"]) == 2
     assert "--kills requires the event kill or midpush" in capsys.readouterr().err
+    assert main(["chaos", "--mean", "krum:2", "--workers", "7"]) == 2
+    assert "--mean krum:2 needs 7 workers, and one more that can be lost: --workers 8" in capsys.readouterr().err
+    assert main(["chaos", "--mean", "median", "--plane", "direct"]) == 2
+    assert "--mean median requires --plane auto" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", ["trimmed:0.25", "krum:1"])
+def test_deaths_are_survived_with_a_robust_mean(rule: str) -> None:
+    options = "--workers 6 --shards 2 --seconds 20 --every 1 --events kill,midpush,shard --least 3 --json".split()
+    command = [sys.executable, "-m", "gradserver", "chaos", "--mean", rule, *options]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads(ran.stdout)["mean"] == rule
 
 
 @pytest.mark.long

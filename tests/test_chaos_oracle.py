@@ -14,6 +14,7 @@ from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Epoch, Gap, Group, Round, RoundRecord, Start
 from gradserver.protocol.digest import MODULUS, digest, places
 from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.means import mean_of
 from gradserver.reducer import reduce
 from gradserver.tools.chaos import generator, recount, tally
 from gradserver.tools.chaos.explain import People
@@ -75,9 +76,13 @@ class World:
     """The record of lost records."""
     full: float | None = None
     """The time at which the run has filled the disk."""
+    rule: str = recount.PLAIN
+    """Rule of the group's mean."""
+    said: str = ""
+    """Rule that the oracle goes by, if it is another one."""
 
     def judged(self, rounds: int = ROUNDS) -> Oracle:
-        oracle = Oracle(SEED)
+        oracle = Oracle(SEED, 1, self.said or self.rule)
         first = NAMES if self.joins < 0 else NAMES[:-1]
         for dated in (Group("default", len(NAMES), 20.0), Epoch("default", 1, 0, tuple(enumerate(first)), "complete")):
             oracle.take(Dated(0.0, dated))
@@ -113,7 +118,7 @@ class World:
             cut = {str(last): frozenset(range(self.gives[part]))} if losing else {}
             summed = self.rows(number, part, own)
             rows = [(str(member_id), weighs[member_id % len(NAMES)], row) for member_id, row in sorted(summed.items())]
-            result = recount.bucket(share, rows, cut, generator.SIZES[part])
+            result = recount.bucket(share, rows, cut, generator.SIZES[part], self.rule)
             for member_id, row in summed.items():
                 spans = [share.layout.span(index) for index in cut.get(str(member_id), range(share.layout.count))]
                 if weighs[member_id % len(NAMES)] and spans:
@@ -496,25 +501,40 @@ def test_the_ledgers_digest_is_the_published_one(part: int, shards: int) -> None
         assert recount.ledger_digest(row, part, share, [index]) == digest(row[start:stop], PLACES[part] + 4 * start)
 
 
+@pytest.mark.parametrize("rule", ["median", "trimmed:0.25", "clipped:1", "krum:1"])
+def test_robust_means_are_recomputed_from_what_counts_by_the_ledger(rule: str) -> None:
+    assert not World(rule=rule, departs=1).judged(3).found
+    only(World(rule=recount.PLAIN, said=rule).judged(2), "wrong", "which is not the mean of the contributions")
+    only(World(rule=rule, rows=_without_the_first).judged(1), "lost", "the mean without ada, which took part to the end")
+
+
+def _without_the_first(_number: int, _part: int, rows: Rows) -> Rows:
+    return {member_id: row for member_id, row in rows.items() if member_id}
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rule_of_means_is_the_reducers(seed: int) -> None:
+@pytest.mark.parametrize(
+    "rule", ["plain", "median", "trimmed:0.2", "trimmed:0.45", "clipped:1", "clipped:1.02", "krum:1"]
+)
+def test_the_rules_of_means_are_the_reducers(rule: str, seed: int) -> None:
+    part = 3 if rule[0] in "ck" else 2  # of several units
     rng = np.random.default_rng(seed)
     weights = [1.0] * 5 if seed == 0 else [float(value) for value in rng.integers(0, 9, 5) / 4]
-    bucket = generator.plan().buckets[2]
-    rows = [given(f"w{member_id}", seed, 2) for member_id in range(5)]
+    bucket = generator.plan().buckets[part]
+    rows = [given(f"w{member_id}", seed, part) for member_id in range(5)]
     contributions = [
         Contribution(member_id, weight, row.tobytes())
         for member_id, (weight, row) in enumerate(zip(weights, rows, strict=True))
         if weight
     ]
-    key = ExchangeKey(Stream.BUCKET, 0, 2)
+    key = ExchangeKey(Stream.BUCKET, 0, part)
     nbytes = rows[0].nbytes
     command = Reduce(
         "default", 1, key, 0, bucket.operation, 0, nbytes, rows[0].size, None, contributions, [], True, None
     )  # fmt: skip
-    made = reduce(command)
+    made = reduce(command._replace(mean=mean_of(rule)))
     assert isinstance(made, np.ndarray | memoryview | bytes)
-    assert bytes(made) == recount.mean(list(zip(weights, rows, strict=True)), rows[0].size).tobytes()
+    assert bytes(made) == recount.mean(list(zip(weights, rows, strict=True)), rows[0].size, rule).tobytes()
 
 
 def test_what_is_contributed_stays_what_it_is() -> None:

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradserver.arguments import add_seconds, number
+from gradserver.arguments import add_seconds, mean, number
 from gradserver.protocol.limits import MAX_SHARDS
+from gradserver.protocol.means import PLAIN
 from gradserver.tools.chaos.schedule import DEFAULT, KILLS, SPECS, Event, Schedule, Way, draw
 
 if TYPE_CHECKING:
@@ -91,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --mode bounded or async: most updates by which a contribution is late. More is a fault (bounded: 4)",
     )
     parser.add_argument(
+        "--mean",
+        type=mean,
+        default=PLAIN,
+        metavar="RULE",
+        help="rule by which gradients are averaged, as of gradserver serve: median, trimmed:B, clipped:C, krum:F "
+        "(default plain)",
+    )
+    parser.add_argument(
         "--netns",
         action="store_true",
         help="give each worker a network namespace of its own, which a partition disconnects; requires root",
@@ -124,6 +133,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
     if arguments.mode == "bounded" and arguments.staleness is None:
         arguments.staleness = _STALENESS
+    if arguments.mean.is_robust and (text := _why_not_robust(arguments)):
+        print(f"gradserver chaos: --mean {arguments.mean} {text}", file=sys.stderr)
+        return 2
     if arguments.mode != "sync" and arguments.plane != "auto":
         print(f"gradserver chaos: --plane {arguments.plane} requires --mode sync", file=sys.stderr)
         return 2
@@ -174,7 +186,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     from gradserver.tools.common.screen import Screen
 
     names = ways_of(arguments.workers, arguments.events)
-    minimum = max(1, arguments.workers // 2)
+    minimum = max(1, arguments.workers // 2, arguments.mean.needs)
     schedule = draw(
         arguments.seed,
         names,
@@ -191,7 +203,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     with ExitStack() as stack:
         lab = stack.enter_context(_hosts(names)) if arguments.netns else None
         settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab, arguments.plane
-        fleet = stack.enter_context(Fleet(*settings, serve=_mode(arguments)))
+        fleet = stack.enter_context(Fleet(*settings, serve=_mode(arguments), mean=str(arguments.mean)))
         fleet.begin()
         fleet.start_judge()
         fleet.note("begun")
@@ -217,6 +229,14 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     if arguments.json:
         print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
     return not wrongs
+
+
+def _why_not_robust(arguments: argparse.Namespace) -> str | None:
+    if arguments.plane != "auto":
+        return "requires --plane auto: libraries that reduce among workers only add up"
+    if (needs := arguments.mean.needs) >= arguments.workers:
+        return f"needs {needs} workers, and one more that can be lost: --workers {needs + 1}"
+    return None
 
 
 class _Course:
@@ -365,4 +385,5 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "staleness",
         "kills",
     )
-    return {**{name: getattr(arguments, name) for name in own}, "kinds": arguments.events, "cores": os.cpu_count()}
+    given = {name: getattr(arguments, name) for name in own}
+    return {**given, "mean": str(arguments.mean), "kinds": arguments.events, "cores": os.cpu_count()}

@@ -32,6 +32,8 @@ class Case(NamedTuple):
     part: int
     share: Share
     made: dict[tuple[str, int], Array]
+    rule: str = recount.PLAIN
+    """Rule of the mean."""
 
     def given(self, name: str, number: int | None = None) -> Row:
         """Make a worker's contribution to the bucket, in this round or in another one."""
@@ -42,7 +44,7 @@ class Case(NamedTuple):
 
     def result(self, rows: Sequence[Row], cut: Cut) -> Array:
         """Compute the mean of these rows."""
-        return recount.bucket(self.share, rows, cut, generator.SIZES[self.part])
+        return recount.bucket(self.share, rows, cut, generator.SIZES[self.part], self.rule)
 
     def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Array | None:
         """Compute the mean of these rows, in one step or by levels. Return None if its fingerprint is not ``seen``."""

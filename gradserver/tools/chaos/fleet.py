@@ -74,6 +74,7 @@ class Fleet(Family):
         lab: Lab | None = None,
         plane: str = "auto",
         serve: Sequence[str] = (),
+        mean: str = "plain",
     ) -> None:
         super().__init__(folder, single_threaded())
         self.lab = lab
@@ -81,7 +82,7 @@ class Fleet(Family):
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
         self._seed = seed | generator.BITS[plane]
         self._ways, self._pace, self._shards, self.plane = ways, pace, shards, plane
-        self._serve = serve
+        self._serve, self._mean = (*serve, "--mean", mean), mean
         """Further options of the coordinator."""
         self._sizes = f"{minimum}:{len(ways) + 2}"
         self._forks: ForkServer | None = None
@@ -333,7 +334,7 @@ class Fleet(Family):
 
     def start_judge(self) -> None:
         """Start the oracle, which follows the run."""
-        arguments = (str(self.folder), str(self._seed), str(self._shards))
+        arguments = (str(self.folder), str(self._seed), str(self._shards), self._mean)
         self._judge = self._start("judge", "-m", "gradserver.tools.chaos.judge", *arguments)
 
     _judge: Child

@@ -1,4 +1,4 @@
-"""The oracle as a process that follows a run: ``python -m gradserver.tools.chaos.judge FOLDER SEED SHARDS``.
+"""The oracle as a process that follows a run: ``python -m gradserver.tools.chaos.judge FOLDER SEED SHARDS MEAN``.
 
 It runs beside the run, at a low priority. It prints its progress as a line of JSON every few seconds. When it reads
 ``end`` on standard input, it checks the rest and prints its verdict.
@@ -27,8 +27,8 @@ _LOOK, _LEAST = 15.0, 4.0
 class Judge:
     """Reader that feeds the oracle with the files of a run."""
 
-    def __init__(self, folder: Path, seed: int, shards: int) -> None:
-        self.oracle = Oracle(seed, shards)
+    def __init__(self, folder: Path, seed: int, shards: int, rule: str) -> None:
+        self.oracle = Oracle(seed, shards, rule)
         self._ledger, self._heard = LedgerTail(folder / LEDGER), HeardTail(folder / HEARD)
         self._spans: dict[str, float] = {}
         """Times at which the run's parts began."""
@@ -135,8 +135,8 @@ def _rate(moments: list[float], start: float | None, stop: float | None) -> floa
 def main() -> int:
     """Follow a run until its end."""
     os.nice(10)
-    folder, seed, shards = sys.argv[1:]
-    judge = Judge(Path(folder), int(seed), int(shards))
+    folder, seed, shards, rule = sys.argv[1:]
+    judge = Judge(Path(folder), int(seed), int(shards), rule)
     while not select.select([sys.stdin], [], [], _EVERY_SECONDS)[0]:
         judge.follow()
         print(json.dumps(judge.progress()), flush=True)

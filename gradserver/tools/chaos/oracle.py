@@ -70,9 +70,9 @@ class Oracle:
         longest: longest time without a finished round, and its beginning.
     """
 
-    def __init__(self, seed: int, shards: int = 1) -> None:
-        self._seed = seed
-        self._shares = recount.shares(shards)
+    def __init__(self, seed: int, shards: int = 1, rule: str = recount.PLAIN) -> None:
+        self._seed, self._rule = seed, rule
+        self._shares = recount.shares(shards, rule)
         self._whole = [share.layout.count for share in self._shares]
         self._books: dict[int, Book] = {}
         self._attached: dict[int, list[tuple[int, str]]] = {}
@@ -203,7 +203,7 @@ class Oracle:
                 self._say("diverged", f"round {number}: it was {way}, at different members")
         people = book.people(self._seed, number)
         seen = self._agreed(number, book.reports)
-        cases = [Case(self._seed, number, part, share, {}) for part, share in enumerate(self._shares)]
+        cases = [Case(self._seed, number, part, share, {}, self._rule) for part, share in enumerate(self._shares)]
         found = self._account_for(cases, people, seen)
         means = [mean for mean, _ in found] if found is not None else None
         accounts = [account for _, account in found] if found is not None else None

@@ -23,24 +23,29 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.means import mean_of
 from gradserver.protocol.shards import Share, Table, comparable
-from gradserver.tools.chaos import generator
+from gradserver.tools.chaos import generator, robust
 
 Array = npt.NDArray[Any]
 Row = tuple[str, float, Array]
 """A contribution: name of the worker, weight, values."""
 Cut = Mapping[str, frozenset[int]]
 """Slices that counted, of each worker with a contribution that did not count in full."""
+PLAIN: Final = "plain"
+"""Rule of the weighted mean; `gradserver.tools.chaos.robust` has the others."""
 MODULUS: Final = 1 << 64
 _ROW_WORDS: Final = 1024
 _ROW_BYTES: Final = 8 * _ROW_WORDS
 
 
-def mean(rows: Sequence[tuple[float, Array]], size: int) -> Array:
-    """Compute the mean of rows with their weights, which are in the order of member ids."""
+def mean(rows: Sequence[tuple[float, Array]], size: int, rule: str = PLAIN) -> Array:
+    """Compute the mean of rows with their weights, which are in the order of member ids, by a ``rule``."""
     given = [(weight, row) for weight, row in rows if weight > 0]
     if not given:
         return np.zeros(size, np.float32)
+    if rule != PLAIN:
+        return robust.mean(rule, mean, given, size)
     weights = [weight for weight, _ in given]
     if len(given) == 1:
         return given[0][1].copy()
@@ -71,9 +76,9 @@ def leveled(rows: Sequence[Row], size: int) -> Array:
     return mean(means, size)
 
 
-def shares(count: int) -> list[Share]:
-    """Divide the buckets of a chaos run among ``count`` data shards."""
-    table = Table(1, comparable([None] * count))
+def shares(count: int, rule: str = PLAIN) -> list[Share]:
+    """Divide the buckets of a chaos run among ``count`` data shards, where no unit of ``rule`` is cut."""
+    table = Table(1, comparable([None] * count), mean_of(rule).unit)
     table.set_plan(generator.plan())
     return [
         table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
@@ -91,15 +96,15 @@ def prefixes(share: Share, counted: int) -> Iterator[frozenset[int]]:
             )
 
 
-def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int) -> Array:
+def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int, rule: str = PLAIN) -> Array:
     """Compute the result of a bucket of ``size`` elements; rows are in the order of member ids."""
     if not cut:
-        return mean([(weight, row) for _, weight, row in rows], size)
+        return mean([(weight, row) for _, weight, row in rows], size, rule)
     result = np.empty(size, np.float32)
     for index in range(share.layout.count):
         start, stop = share.layout.span(index)
         there = [(weight, row[start:stop]) for name, weight, row in rows if name not in cut or index in cut[name]]
-        result[start:stop] = mean(there, stop - start)
+        result[start:stop] = mean(there, stop - start, rule)
     return result
 
 
