@@ -156,9 +156,9 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["trimmed:0.25", "krum:1"])
 def test_deaths_are_survived_with_a_robust_mean(rule: str) -> None:
-    options = "--workers 6 --shards 2 --seconds 20 --every 1 --events kill,midpush,shard --least 3 --json".split()
-    command = [sys.executable, "-m", "gradserver", "chaos", "--mean", rule, *options]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "gradserver", "chaos", "--mean", rule, "--workers", "6", "--shards", "2", "--json"]
+    storm = ["--seconds", "20", "--every", "1", "--events", "kill,midpush,shard", "--least", "3"]
+    ran = subprocess.run([*command, *storm], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads(ran.stdout)["mean"] == rule
 

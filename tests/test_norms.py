@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.norms import clip_factor, norm_of
 from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.transport.tcp import TcpChannel
-from tests.cluster import coordinator, joined, members, together
+from tests.cluster import Daemon, coordinator, joined, members, together, wait_until
 from tests.examples import examples
 from tests.replicas import on
 
@@ -211,6 +212,52 @@ def test_the_cuts_of_data_shards_change_no_bit_of_the_norm(rates: tuple[float, .
     cuts = [*(layout.span(index)[0] for index in range(layout.count)), 300_000]
     assert cuts[1] not in (0, 262_144)
     assert norm_of(measured(rows, cuts)[0]) == norm_of(measured(rows, [0, 262_144, 300_000])[0])
+
+
+def test_several_data_shards_have_the_same_norm() -> None:
+    with LocalCluster(2, timeout=20.0) as cluster:
+        expected = cluster.run(exchanged)
+    with Daemon("--workers", "2", "--shards", "3") as daemon, joined(daemon.url, 2, channel="tcp") as workers:
+        assert together(workers, exchanged) == expected
+
+
+class Course:
+    """Replicas of which one is late, and the norm that each has after each round, with that of the mean it got."""
+
+    def __init__(self) -> None:
+        self.norms: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+
+    def train(self, worker: Worker) -> None:
+        model, rank = model_of(worker), worker.rank
+        with model.join(lambda: self._note(model, rank)):
+            for step in range(6):
+                if rank == 1 and step in (1, 3):
+                    wait_until(partial(self._is_at, min(worker.round + 2, 5)), "the others have gone on")
+                backward(model, rank, step)
+                for _ in model.updates():
+                    self._note(model, rank)
+
+    def _is_at(self, number: int) -> bool:
+        return len(self.norms) >= number
+
+    def _note(self, model: DistributedDataParallel, rank: int) -> None:
+        mean = math.sqrt(math.fsum(float((one.double() ** 2).sum()) for one in grads(model)))
+        self.norms[model.worker.round - 1][rank] = model.grad_norm, mean
+
+
+@pytest.mark.parametrize(
+    "options", [("--quorum", "2", "--grace", "0.01"), ("--mode", "bounded", "--staleness", "8"), ("--mode", "async")]
+)
+def test_late_workers_have_the_norm_of_the_mean_that_came(options: tuple[str, ...]) -> None:
+    course = Course()
+    with Daemon("--workers", "3", "--shards", "2", *options) as daemon, joined(daemon.url, 3) as workers:
+        together(workers, course.train)
+
+    for number, norms in course.norms.items():
+        assert len(norms) == 3, number
+        assert len(set(norms.values())) == 1, f"members have other norms of round {number}: {norms}"
+        norm, mean = norms[0]
+        assert norm == pytest.approx(mean, rel=1e-5)
 
 
 # ── clipping ──────────────────────────────────────────────────────────────────────────────────────────

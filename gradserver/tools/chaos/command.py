@@ -367,7 +367,9 @@ def _possible(arguments: argparse.Namespace) -> set[str]:
 def _mode(arguments: argparse.Namespace) -> list[str]:
     """Return the options of the coordinator about its rounds."""
     staleness = [] if arguments.staleness is None else ["--staleness", str(arguments.staleness)]
-    return ["--mode", arguments.mode, *staleness]
+    robust = arguments.mean.is_robust and arguments.mode != "sync"
+    quorum = ["--quorum", str(arguments.mean.needs)] if robust else []  # a round has as many as the rule needs
+    return ["--mode", arguments.mode, *staleness, *quorum]
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
