@@ -112,7 +112,13 @@ MOST_SENT = 200_000_000
 """Bytes. How much gets through before the coordinator has the processor is the machine's affair."""
 
 
-@pytest.mark.parametrize("what", FLOODS)
+USUAL = ("bytes", "requests for status")
+"""Floods of the usual tests: what is no message, and messages that want an answer."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what not in USUAL)) for what in FLOODS]
+)
 def test_a_stranger_that_floods_a_coordinator_is_cut_off(what: str) -> None:
     with under_attack() as daemon, speaking_zmtp(daemon.url) as peer:
         assert shout(peer, FLOODS[what], MOST_SENT) < MOST_SENT

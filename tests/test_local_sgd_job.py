@@ -192,7 +192,12 @@ def test_several_models_exchange_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("options", "backlog"),
-    [(MODES[0], 0), (MODES[1], 1 << 20), (MODES[2], 1 << 20), ({**MODES[2], "balance": True}, 1 << 20)],
+    [
+        (MODES[0], 0),
+        pytest.param(MODES[1], 1 << 20, marks=pytest.mark.long),
+        pytest.param(MODES[2], 1 << 20, marks=pytest.mark.long),
+        ({**MODES[2], "balance": True}, 1 << 20),
+    ],
 )
 def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: dict[str, Any], backlog: int) -> None:
     seen: dict[int, dict[str, list[Tensor]]] = {}
