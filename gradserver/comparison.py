@@ -22,7 +22,7 @@ from gradserver.engine.commands import Measured, Measures
 from gradserver.mean import Array, shares_of
 
 _RUN: Final = 8192
-"""Elements of one call of `np.dot`: with more of them libraries start threads of their own."""
+"""Elements of one product: with more of them libraries start threads of their own."""
 _LEAST: Final = 1e-28
 _MOST: Final = 1e37
 """Bounds of sums of squares that float32 has room for, with the products in them."""
@@ -137,7 +137,9 @@ def _fits(squares: float, row: Array | None) -> bool:
 
 def _dot(one: Array, other: Array) -> float:
     """Return the sum of products. It need not be the same on every machine, as no result depends on it."""
-    total = 0.0
-    for start in range(0, one.size, _RUN):
-        total += float(np.dot(one[start : start + _RUN], other[start : start + _RUN]))
+    whole = one.size - one.size % _RUN
+    total = float(np.dot(one[whole:], other[whole:]))
+    if whole:  # in one call, as each gives up the interpreter's lock and waits for it
+        runs = np.matmul(one[:whole].reshape(-1, 1, _RUN), other[:whole].reshape(-1, _RUN, 1))
+        total += float(np.add.reduce(runs, axis=None, dtype=np.float64))
     return total

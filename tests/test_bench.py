@@ -177,7 +177,9 @@ def test_means_are_measured_beside_the_plain_one(tmp_path: Path) -> None:
     found = document("means", "--sizes", "400KB", "--mean", "median,krum:1", *QUICK, "--plot", str(picture))
     rows = found["rows"]
     assert [(row["variant"], row["wire"]) for row in rows] == [
-        (weights, rule) for weights in ("equal", "unequal") for rule in ("plain", "with norms", "median", "krum:1")
+        (weights, rule)
+        for weights in ("equal", "unequal")
+        for rule in ("plain", "with norms", "compared", "median", "krum:1")
     ]
     assert all(row["wrong"] == 0 for row in rows)
     assert [row["peer"] for row in rows[:4]] == [None, "plain", "plain", "plain"]

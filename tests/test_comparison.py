@@ -207,7 +207,7 @@ def test_figures_of_data_shards_add_up_and_travel() -> None:
 def test_small_rounds_are_measured_whole_and_large_ones_in_part() -> None:
     assert Sampling.of([40_000], 1).stride == 1
     assert Sampling.of([512 * 1024] * 8, 1).stride == 1
-    assert Sampling.of([512 * 1024] * 32, 1).stride == 4
-    assert Sampling.of([512 * 1024] * 32, 2).stride == 2
-    assert Sampling.of([100_000_000], 1).stride == 23
-    assert Sampling.of([4] * 16_384, 1).stride == 32
+    assert Sampling.of([512 * 1024] * 32, 1).stride == 8
+    assert Sampling.of([512 * 1024] * 32, 2).stride == 4
+    assert Sampling.of([100_000_000], 1).stride == 47
+    assert Sampling.of([4] * 16_384, 1).stride == 64

@@ -22,7 +22,9 @@ BLOCK_BYTES: Final = 512 * KIB
 """Size of a block that is measured or left out, about."""
 _ALWAYS: Final = 8
 """Number of blocks up to which all of a round are measured."""
-_RAREST: Final = 32
+_SAMPLED: Final = 4
+"""Number of blocks of a larger round that are measured, about."""
+_RAREST: Final = 64
 """One block in so many is measured, at least."""
 
 
@@ -111,7 +113,7 @@ class Sampling:
     def of(cls, sizes: Iterable[int], sections: int) -> Sampling:
         """Make the choice for buckets of these ``sizes``, in bytes, of so many sections that take turns."""
         blocks = sum(-(-nbytes // BLOCK_BYTES) for nbytes in sizes) / sections
-        return cls(min(_RAREST, max(1, int(blocks / _ALWAYS))))
+        return cls(1 if blocks <= _ALWAYS else min(_RAREST, int(blocks / _SAMPLED)))
 
 
 class _Sums:

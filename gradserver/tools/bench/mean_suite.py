@@ -1,6 +1,7 @@
 """The suite `means`: the time of each rule by which gradients are averaged, beside the plain mean, in one thread.
 
-The plain mean is also measured with the sums of squares that the norms of gradients come from.
+The plain mean is also measured with the sums of squares that the norms of gradients come from, and as it is in a round:
+with these, and with contributions compared.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from gradserver.daemon import keep_memory
-from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.commands import Contribution, Measures, Memory, Reduce
+from gradserver.engine.figures import Sampling
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from gradserver.protocol.means import PLAIN, Mean
@@ -26,6 +28,7 @@ from gradserver.tools.bench.stats import Stats, size_name
 _KEY = ExchangeKey(Stream.BUCKET, 0, 0)
 _PLAIN: Final = str(PLAIN)
 _WITH_NORMS: Final = "with norms"
+_COMPARED: Final = "compared"
 
 
 def means(arguments: argparse.Namespace, session: Session) -> None:
@@ -33,7 +36,7 @@ def means(arguments: argparse.Namespace, session: Session) -> None:
     keep_memory()  # as the coordinator does
     workers, rules = (
         arguments.workers,
-        {_PLAIN: PLAIN, _WITH_NORMS: PLAIN, **{str(rule): rule for rule in arguments.mean}},
+        {_PLAIN: PLAIN, _WITH_NORMS: PLAIN, _COMPARED: PLAIN, **{str(rule): rule for rule in arguments.mean}},
     )
     session.section(f"{workers} contributions in this process's memory; one thread", "means")
     for nbytes in arguments.sizes:
@@ -61,11 +64,14 @@ def _measure(
     given = [Contribution(rank, weight, row.data) for rank, (weight, row) in enumerate(zip(weights, rows, strict=True))]
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, numel)
     where = "bench", 1, _KEY, 0, operation, 0, result.nbytes, numel, None, given, (result.data,), False
+    stride, usual = Sampling.of([result.nbytes], 1).stride, Memory()
     times, wrong = {name: list[float]() for name in rules}, dict.fromkeys(rules, 0)
     for turn in range(repetitions + 1):
         for name, rule in rules.items():
+            measures = Measures(stride, turn, usual, []) if name == _COMPARED else None
+            squares: list[float] | None = [] if name in (_WITH_NORMS, _COMPARED) else None
             began = time.thread_time()  # nothing here waits, and other programs' time must not count
-            reduce(Reduce(*where, mean=rule, squares=[] if name == _WITH_NORMS else None))
+            reduce(Reduce(*where, mean=rule, squares=squares, measures=measures))
             if turn:
                 times[name].append(time.thread_time() - began)
             else:

@@ -209,7 +209,8 @@ NOTES = {
     ),
     "means": (
         "time: processor time of one reduction, median and middle half; algbw: size / time, size: one contribution",
-        "with norms: the plain mean with its sums of squares; of plain: time over that of the plain mean",
+        "with norms: the plain mean with its sums of squares; compared: with these, and comparisons as in a round; "
+        "of plain: time over that of the plain mean",
         "#wrong: values beyond the smallest and largest that were given",
     ),
     "levels": (
