@@ -1,9 +1,9 @@
 """Comparison of contributions with each other, for a part of the blocks of a mean while these are in cache.
 
-From the squared norms of n contributions and of their mean follow unbiased estimates of the squared norm of the true
-gradient and of the noise of a sample (McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of
-Large-Batch Training", 2018, appendix A.1). A contribution of weight b has the expected square |G|² + tr(Σ)/b; the mean
-of all, of weight B, has |G|² + tr(Σ)/B.
+The squared norms of n contributions and of their mean give unbiased estimates of two figures: the squared norm of the
+true gradient, and the noise of a sample. See McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model
+of Large-Batch Training", 2018, appendix A.1. A contribution of weight b has the expected square |G|² + tr(Σ)/b; the
+mean of all, of weight B, has |G|² + tr(Σ)/B.
 
 A contribution is also compared with the mean of the others. One that is much larger than the median is taken at the
 median's length there, so that it does not turn the mean around: else all others would point away from it.

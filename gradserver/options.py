@@ -1,7 +1,7 @@
 """Options of a coordinator and of its groups, each declared once.
 
-From a declaration follow its flag (``--rejoin-for``), its key in a configuration file (``rejoin-for``), the checks and
-their errors, the line of ``gradserver config``, and its row in the reference.
+From a declaration follow its flag (``--rejoin-for``), its key in a configuration file (``rejoin-for``). So do the
+checks and their errors, the line of ``gradserver config``, and its row in the reference.
 """
 
 from __future__ import annotations

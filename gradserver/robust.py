@@ -1,8 +1,8 @@
 """Robust means of contributions (`gradserver.protocol.means` has the rules and their sources).
 
 Work goes in blocks that stay in a core's cache. Contributions are copied there first, since a member that shares its
-memory could change it after the check. Of values the smallest and largest are found by a sorting network over whole
-rows, of which only the comparisons are made that the result depends on (Batcher 1968).
+memory could change it after the check. The smallest and largest values are found by a sorting network over whole
+rows (Batcher 1968). Only comparisons are made that the result depends on.
 
 Sums of squares are the same on every machine: numbers are added element by element, and the last ones exactly.
 """

@@ -5,7 +5,7 @@ as every cut is at a multiple of that (`gradserver.protocol.shards.ALIGNMENT`). 
 sum is two numbers, of which the second is what rounding the first has lost. That is the splitting of Rump, Ogita and
 Oishi, "Accurate Floating-Point Summation" (2008). About 85 bits are exact, so the rounded whole depends on no order.
 
-Reading a block once more while it is in cache takes less time than the search for values that are not finite, and
+Reading a block once more while it is in cache takes less time than the search for values that are not finite. It
 makes that needless: a sum of squares is finite if all values are, unless it overflows. To a block of 2^17 elements
 belong one BLAS call for each row and three calls of numpy on what these return. Rows of zeros take one call more. It
 is so much because an operation on few numbers takes about a microsecond, in which a core reads 40 KB of its cache.

@@ -18,8 +18,8 @@ MAX_HEADER_BYTES: Final = 64 * KIB
 """Bytes of one encoded header."""
 
 MAX_DECODING_BYTES: Final = 16 * MIB
-"""Memory that decoding one header takes at most. A byte of msgpack can become objects of 128 bytes (a map in a map),
-and msgpack trusts an array's length at each of 1024 levels."""
+"""Memory that decoding one header takes at most. A byte of msgpack can become objects of 128 bytes (a map in a map).
+And msgpack trusts an array's length at each of 1024 levels."""
 
 MAX_FRAME_BYTES: Final = 4 * MIB
 """Bytes of any frame; an encoded plan comes nearest. ZeroMQ drops a peer that announces more."""

@@ -183,7 +183,7 @@ class Durable(Member):
     holding: bool = False
     """True if it has yet to say what it holds."""
     kept: dict[tuple[int, int], tuple[int, Outcome, tuple[float, ...]]] = field(default_factory=dict)
-    """Of buckets, by part and slice: the round, the result, and the weights that counted."""
+    """Results of buckets, by part and slice: the round, the bytes, and the weights that counted."""
     fresh: set[int] = field(default_factory=set)
     """Tasks that it has said nothing about since Standing."""
     among: dict[ExchangeKey, tuple[int, ...]] = field(default_factory=dict)

@@ -125,7 +125,7 @@ _of_types: Final[dict[Any, Strategy]] = {
         st.tuples(st.integers(0, MAX_WORLD_SIZE - 1), st.text(max_size=20)), max_size=4
     ).map(tuple),
 }
-"""Values of fields whose checks do not tell their shape, by the type of the field."""
+"""Values of fields with checks that do not tell their shape, by the type of the field."""
 
 
 def _ranges(ends: list[int]) -> Ranges:

@@ -1,7 +1,7 @@
 """The length of a round in which a worker dies, freezes or is cut off: the figures in docs/reliability.md.
 
 Run as ``python -m tests.detection_times CHANNEL KILL|STOP|CUT [COUNT]``. One after another, COUNT members of an elastic
-group are killed, stopped, or cut off by a connection through which nothing passes any more (tcp only). Times are from
+group are killed, stopped, or cut off by a connection that passes nothing any more (tcp only). Times are from
 there to the end of the round at a survivor.
 """
 

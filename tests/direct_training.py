@@ -1,7 +1,7 @@
 """A training by four workers on the direct plane, or another one, of which one stops in the middle of a round.
 
 Run as ``direct_training.py URL SEAT OUT WHERE [PLANE]``. The victim stops as ``WHERE`` says: "reducing", when it has
-begun one bucket and the others wait for the next, or "committing", when it has all results and the others wait for its
+begun one bucket and the others wait for the next. Or "committing", when it has all results and the others wait for its
 commit.
 """
 

@@ -396,7 +396,7 @@ class Cluster:
         self.at: dict[int, Callable[[], object]] = {}
         """Further events, by step."""
         self.pushed: dict[tuple[ExchangeKey, int], dict[int, Task]] = {}
-        """What each member has pushed of each slice."""
+        """Pushes of each member, by slice."""
 
     def parts_of(self, number: int) -> range:
         """Return the buckets that the program exchanges in round ``number``."""

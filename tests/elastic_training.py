@@ -58,8 +58,8 @@ def after_some_pushes(worker: Worker, step: int, count: int, do: Callable[[], No
     worker.push = counted  # type: ignore[method-assign]
 
 
-def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
-    """Return the weights that replicas must have, if ``who(step, bucket)`` counted.
+def alone(counting: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
+    """Return the weights that replicas must have, if ``counting(step, bucket)`` counted.
 
     A bucket is given by its place in the plan.
     """
@@ -75,7 +75,7 @@ def alone(who: Callable[[int, int], Collection[int]]) -> dict[str, Tensor]:
             loss_of(module, *shard(member_id, WORLD, *tokens(step, ROWS))).backward()
             gradients.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
         for name, parameter in module.named_parameters():
-            counted = who(step, bucket_of[name])
+            counted = counting(step, bucket_of[name])
             parameter.grad = torch.stack([gradients[member_id][name] for member_id in counted]).sum(0) / len(counted)
         optimizer.step()
     return state_of(module)

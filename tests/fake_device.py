@@ -1,4 +1,4 @@
-"""A device whose streams execute on the CPU, each operation as late as its order allows, or at once, or by chance.
+"""A device with streams that execute on the CPU, each operation as late as its order allows, or at once, or by chance.
 
 A copy that nothing waits for is not made. So a missing wait shows in the elements, and not once in a thousand runs.
 """

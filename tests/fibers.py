@@ -296,7 +296,7 @@ class Thread:
 
 
 class VirtualThreading:
-    """What modules use of `threading`."""
+    """Functions of `threading` that modules use."""
 
     Lock, RLock, Event, Condition, Thread, TIMEOUT_MAX = Lock, RLock, Event, Condition, Thread, TIMEOUT_MAX
 
@@ -308,7 +308,7 @@ class VirtualThreading:
 
 
 class VirtualTime:
-    """What modules use of `time`."""
+    """Functions of `time` that modules use."""
 
     @staticmethod
     def monotonic() -> float:

@@ -1,4 +1,4 @@
-"""Local SGD that survives a coordinator: a `tests.restart_training` whose fragments stream while a member computes."""
+"""Local SGD that survives a coordinator: a `tests.restart_training`. Fragments stream while a member computes."""
 
 from __future__ import annotations
 

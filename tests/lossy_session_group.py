@@ -1,4 +1,4 @@
-"""A group whose gradients travel with loss, with all of the workers' real code.
+"""A group with gradients that travel with loss, with all of the workers' real code.
 
 What workers send is overheard. So each result can be made once more: from what those sent that count by the ledger, and
 from what the round before has left. That is lost only where the ledger says so.
@@ -69,9 +69,9 @@ class LossyGroup(Group):
         self.operations = [bucket.operation for plan in self.plans for bucket in plan.buckets]
         self.world.overhear = self._overhear
         self.sent: dict[tuple[int, int, int, int], list[tuple[float, bytes]]] = defaultdict(list)
-        """What each process has sent to a round, bucket and slice, with its weight. It is one thing, sent once more."""
+        """Contributions of each process by round, bucket and slice, with weights. Each is one thing, sent once more."""
         self.owed: dict[tuple[int, int], list[Floats]] = {}
-        """What the rounds before may have left of each bucket and slice."""
+        """Values that the rounds before may have left of each bucket and slice."""
         self.made: dict[tuple[int, int], int] = {}
         """The last round of each bucket and slice."""
 
@@ -101,7 +101,7 @@ class LossyGroup(Group):
         for number, record in sorted(written.items()):
             nodes = self._witnesses(number)
             if not nodes:
-                break  # all that had its results are dead, and so nobody knows what it has left
+                break  # all that had its results are dead, and so no process knows what it has left
             for part, values in nodes[0].rounds[number].values.items():
                 self._check_lossy(record, part, np.asarray(values, np.float32), nodes[0].layouts[part])
         for node in self.nodes:

@@ -137,7 +137,7 @@ class ModeGroup(Group):
 
     @property
     def rounds(self) -> int:
-        """How many rounds there were; while nodes train, more than there will be."""
+        """Number of rounds; while nodes train, more than there will be."""
         if any(node.finished for node in self.nodes):
             return 1 + max(self.world.ends, default=-1)
         return _UNKNOWN

@@ -19,7 +19,7 @@ from tests.restart_training import run, train
 def train_on_device(
     worker: Worker, rounds: int, after: Callable[[int], None], pushing: Callable[[int, bool], None]
 ) -> int:
-    """Train with buckets whose copies are made as late as they may."""
+    """Train with buckets that are copied as late as they may."""
     finish_round, copier = worker.finish_round, Copier(worker, 0, checked(FakeDevice()))
     flats: dict[int, Tensor] = {}
     pushed: list[Future[Handle]] = []

@@ -1,7 +1,7 @@
 """A group of real workers that follow a program, and the laws that their results must keep.
 
 A `Node` is one worker process. It joins, agrees on a plan of one or more modules, and does the acts of the program one
-after the other, as any user's script: rounds of gradients, and collectives. `Group` starts the nodes of one
+after the other, as any script: rounds of gradients, and collectives. `Group` starts the nodes of one
 `tests.session_world.World`, and afterwards compares what they hold with what the ledger says.
 """
 
@@ -55,7 +55,7 @@ class Act(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a collective at one node: members by rank, and the result; or the error."""
+    """Outcome of a collective at one node: members by rank, and the result; or the error."""
 
     ids: tuple[int, ...]
     value: Any
@@ -101,13 +101,13 @@ class Node:
     state: list[Doubles] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)
     began: float = 0.0
-    """When it was let in."""
+    """Time at which it was let in."""
     left: int = 0
     """Rounds that were left in the program when it was let in."""
 
     @property
     def stage(self) -> Stage:
-        """How far it has come into the group."""
+        """Stage of its way into the group."""
         return Stage.JOINING if self.worker is None else self.worker._session.stage
 
     @property
@@ -378,14 +378,14 @@ class Group:
         self.pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
         """The processes that pushed to a round, by member and round."""
         self.nodes: list[Node] = []
-        """Those that run."""
+        """Processes that run."""
         self.dead: list[Node] = []
         self.uids = 0
         self._given: dict[tuple[int, int, int], Doubles] = {}
 
     @property
     def rounds(self) -> int:
-        """How many rounds the program has."""
+        """Number of rounds in the program."""
         return sum(act.kind == "round" for act in self.program)
 
     @property
@@ -395,7 +395,7 @@ class Group:
 
     @property
     def most(self) -> int:
-        """How many processes begin, at most."""
+        """Number of processes that begin, at most."""
         return 20
 
     def place_of_round(self, number: int) -> int:
@@ -520,7 +520,7 @@ class Group:
             assert node.finished or not had_time, f"{node.name} never came in"
 
     def _witnesses(self, number: int) -> list[Node]:
-        """Return the nodes whose results of a round count: of one that was made again, the dead may have others.
+        """Return the nodes with results of a round that count: of one that was made again, the dead may have others.
 
         A connection may break, or the coordinator be lost, with results on their way that a dead node alone had got.
         It had not finished the round before the round was written.
@@ -666,7 +666,7 @@ class LateGroup(Group):
 
     @property
     def most(self) -> int:
-        """How many processes begin, at most: the mean of numbers that are further apart does not show them all."""
+        """Largest number of processes that begin: the mean of numbers that are further apart does not show them all."""
         return min(super().most, 48 // self.rounds)
 
     def given(self, uid: int, number: int, part: int) -> Doubles:

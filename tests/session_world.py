@@ -247,7 +247,7 @@ class Hosts(Processes):
     gone: set[int] = field(default_factory=set)
     """Connections through which nothing goes any more."""
     residuals: Residuals | None = None
-    """What lossy codecs owe at the coordinator, in files; None for memory, which is lost with it."""
+    """Files of what lossy codecs owe at the coordinator; None for memory, which is lost with it."""
 
     def keep_residuals(self, directory: Path) -> None:
         """Keep what lossy codecs owe in files."""

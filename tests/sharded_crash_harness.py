@@ -78,7 +78,7 @@ class Processes(Fused):
     places: dict[int, int] = field(default_factory=dict)
     """The process that a `Reduce` comes from, by its identity."""
     deadlines: dict[int, float | None] = field(default_factory=dict)
-    """When each process has something to do by itself, as of the last event that it heard of."""
+    """Time at which each process has something to do by itself, as of the last event that it heard of."""
     numbers: int = 1000
     """Numbers of connections and processes."""
     coming: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -38,7 +39,7 @@ WORKER: Final = "gradserver.worker."
 MEMBER: Final = WORKER + "member."
 
 Where = tuple[str, str]
-"""What a class or a union is known by, wherever its module is: the beginning of the module's name, and its own name."""
+"""Key of a class or a union, wherever its module is: the beginning of the module's name, and its own name."""
 GROUP: Final = (CONTROL, "Group")
 DATA_GROUP: Final = (DATA, "Group")
 EXCHANGE: Final = (DATA, "Exchange")
@@ -90,11 +91,13 @@ MANY: Final = 6
 """A place that names as many kinds names every kind by hand."""
 MAX_LINES: Final = 400
 """Lines of a module, at most."""
-PERSONS: Final = ("who", "whoever", "whose")
+PERSONS: Final = ("who", "whoever", "whom", "whose", "somebody", "nobody", "everybody", "someone")
 ALLOWED: Final = {"member whose buffers are sent": "the name of a bucket's component, which is part of the plan's hash"}
 """Texts that are not counted, with the reason of each."""
+MAX_WORDS: Final = 25
+"""Words of a sentence, at most."""
 MASCULINE: Final = ("he", "him", "his")
-OPENINGS: Final = ("What", "Whether", "Who", "Whoever", "Of", "Those", "Whom", "Whose")
+OPENINGS: Final = ("What", "Whether", "Who", "Whoever", "Of", "Those", "Whom", "Whose", "How", "Why", "When", "Where")
 """First words of docstrings that begin with neither a verb nor a noun."""
 
 Places = Mapping[str, int]
@@ -183,6 +186,7 @@ class Source:
     def __init__(self, root: Path) -> None:
         read = [module for folder, package in FOLDERS.items() for module in _modules(root, folder, package)]
         self.modules: Final = {module.name: module for module in read}
+        self.tests: Final = tuple(_modules(root, "tests", "tests"))
         found = sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
         self.documents: Final = {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in found}
 
@@ -282,7 +286,7 @@ def _modules(root: Path, folder: str, package: str) -> Iterator[Module]:
 class Writes(ast.NodeVisitor):
     """Collects fields of classes of state that one module writes, as (class, field).
 
-    A write is an assignment to the field or to an item of it, `del` of these, or a call of a method that changes it.
+    A write is an assignment to the field or to an item of it, `del` of these, or a call that changes it.
     What is written is told by annotations of parameters, then by the variable's name.
     """
 
@@ -396,10 +400,10 @@ def _written(source: Source) -> dict[str, set[tuple[str, str]]]:
 
 
 def outputs(source: Source) -> Iterator[tuple[str, str]]:
-    """Outputs of functions of control, as (kind, function): what it leads to that somebody has to carry out.
+    """Outputs of functions of control, as (kind, function): what it leads to that is to be carried out.
 
     There are four kinds: a function adds to ``effects`` that it takes, or to ``commands``; it returns orders; or it
-    returns refusals, which are errors that somebody is to be told of. An error that is raised is none of these: it
+    returns refusals, which are errors that a peer is to be told of. An error that is raised is none of these: it
     concerns the message's sender alone. A function without effects may build one order or one error.
     """
     orders = source.kinds("order") | source.bases("order")
@@ -530,12 +534,13 @@ def _package(module: Module) -> str:
 
 
 def words(source: Source, which: Iterable[str]) -> Places:
-    """Words in docstrings, comments, string literals, and in documents."""
+    """Words in docstrings, comments, string literals, and in documents. Literals of tests may be anything."""
     pattern = re.compile(rf"\b(?:{'|'.join(which)})\b", re.IGNORECASE)
     texts = {
         module.path: [text for text in (*module.strings, *module.comments) if text not in ALLOWED]
         for module in source.modules.values()
     }
+    texts |= {module.path: [*module.docstrings, *module.comments] for module in source.tests}
     texts |= {path: [text] for path, text in source.documents.items()}
     return _most_first({path: sum(len(pattern.findall(text)) for text in found) for path, found in texts.items()})
 
@@ -543,8 +548,24 @@ def words(source: Source, which: Iterable[str]) -> Places:
 def openings(source: Source) -> Places:
     """Docstrings that begin with neither a verb nor a noun."""
     pattern = re.compile(rf"\s*(?:{'|'.join(OPENINGS)})\b")
-    modules = source.modules.values()
+    modules = (*source.modules.values(), *source.tests)
     return _most_first({m.path: sum(bool(pattern.match(text)) for text in m.docstrings) for m in modules})
+
+
+def long_sentences(source: Source) -> Places:
+    """Sentences of docstrings that have too many words. Tables, drawings and code do not count."""
+    counts = Counter[str]()
+    for module in (*source.modules.values(), *source.tests):
+        sentences = (one for text in module.docstrings for one in _sentences(text))
+        counts[module.path] = sum(len(one.split()) > MAX_WORDS for one in sentences)
+    return _most_first(counts)
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a docstring: of each paragraph, and of each item of a list."""
+    prose = re.sub(r"^(?: |[│├└─]|.*\S {3,}\S|.* {2,}[│├└─]).*$", "", inspect.cleandoc(text), flags=re.MULTILINE)
+    for piece in re.split(r"\n\s*\n|^[-*|] ", prose, flags=re.MULTILINE):
+        yield from re.split(r"(?<=[.:;?!])\s", piece)
 
 
 def _most_first(counts: Mapping[str, int]) -> Places:
@@ -597,9 +618,10 @@ FIGURES: Final = {
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
-        Figure(f"{', '.join(PERSONS)} (people may be it)", partial(words, which=PERSONS), 0, 0),
+        Figure(f"{', '.join(PERSONS[:4])}, … (people may be it)", partial(words, which=PERSONS), 0, 0),
         Figure(f"{', '.join(MASCULINE)}", partial(words, which=MASCULINE), 0, 0),
         Figure(f"docstrings that begin with {', '.join(OPENINGS[:3])}, …", openings, 0, 0),
+        Figure(f"sentences of more than {MAX_WORDS} words in docstrings", long_sentences, 0, 0),
     ),
 }
 
@@ -618,7 +640,7 @@ class Result:
 
     @property
     def is_worse(self) -> bool:
-        """Whether it exceeds its limit."""
+        """True if it exceeds its limit."""
         return self.figure.limit is not None and self.value > self.figure.limit
 
     def row(self) -> str:

@@ -37,7 +37,7 @@ def step(weights: Array, mean: Array) -> None:
 
 
 class Training:
-    """Two workers that train until they are told to stop, and what a third one does beside them."""
+    """Two workers that train until they are told to stop, and a third one that does something else beside them."""
 
     def __init__(self, url: str) -> None:
         self.url, self.rounds, self.stop_at = url, 0, 1 << 40

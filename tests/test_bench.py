@@ -242,7 +242,7 @@ def test_levels_are_measured_beside_tcp_on_hosts_that_several_workers_share() ->
 _SPOKEN = """
 import socket, sys
 caller = socket.socket()
-caller.connect_ex((sys.argv[1], 9))  # nobody listens there, which the kernel finds out in the usual way
+caller.connect_ex((sys.argv[1], 9))  # nothing listens there, which the kernel finds out in the usual way
 print(caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
 """
 

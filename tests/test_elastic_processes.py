@@ -42,11 +42,11 @@ def expected(cut: Collection[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
     counted = {part for member_id, part, slices in cut if member_id == VICTIM and slices == 1}
     assert len(counted) == len(cut)
 
-    def who(step: int, part: int) -> list[int]:
+    def counting(step: int, part: int) -> list[int]:
         counts = step < FATAL or (step == FATAL and part in counted)
         return list(range(WORLD)) if counts else survivors_of()
 
-    return alone(who)
+    return alone(counting)
 
 
 def test_status_shows_seats_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -436,7 +436,7 @@ KNOWN = st.sampled_from([((0.0, 2.5), 1, 2), ((1.0, 0.0, 3.0), 2, 1)])
 
 
 def opening(known: tuple[tuple[float, ...], int, int]) -> st.SearchStrategy[OpenGroup]:
-    """Return orders to open a group whose rates, shard, members and tokens fit together."""
+    """Return orders to open a group with rates, shard, members and tokens that fit together."""
     rates, shard, members = known
     founders = st.lists(st.builds(Member, st.just(-1), st.text(max_size=9)), min_size=members, max_size=members).map(
         tuple

@@ -116,7 +116,7 @@ FAULT = b"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most rec
 
 
 def failure(errors: bytes, status: int = 1, at: float = 10.0, seen: float = 5.0, output: bytes = b"") -> Failure:
-    """Diagnose a worker that ended at ``at`` and whose standard error was read at ``seen``."""
+    """Diagnose a worker that ended at ``at``, with standard error that was read at ``seen``."""
     tails = Tail(), Tail()
     tails[0].feed(errors, seen)
     tails[1].feed(output, seen)

@@ -23,7 +23,7 @@ from tests.cluster import PATIENCE, ROOT, Program, wait_until
 
 Write = Callable[[str], str]
 NOBODY = ("--coordinator", "tcp://127.0.0.1:1")
-"""Options of runs whose workers never connect: no coordinator is started."""
+"""Options of runs with workers that never connect: no coordinator is started."""
 
 
 @pytest.fixture

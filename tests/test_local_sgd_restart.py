@@ -1,4 +1,4 @@
-"""Local SGD whose coordinator is killed: fragments under way arrive, with the bits of an undisturbed run."""
+"""Local SGD with a coordinator that is killed: fragments under way arrive, with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

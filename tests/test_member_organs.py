@@ -1,4 +1,4 @@
-"""Organs of a member, each alone: where it is known, whom it asks, and which states it sends."""
+"""Organs of a member, each alone: where it is known, which members it asks, and which states it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of itself: with and without torch, devices and a driver that works."""
+"""The words of a worker about itself: with and without torch, devices and a driver that works."""
 
 from __future__ import annotations
 

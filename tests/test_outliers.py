@@ -16,7 +16,7 @@ from gradserver.engine.figures import Figures, OfBucket, Tally, figures_of
 from gradserver.mean import Array
 
 ROUNDS = 400
-"""Rounds of a healthy training; 5000 name nobody either."""
+"""Rounds of a healthy training; 5000 name no worker either."""
 
 
 def figures(rows: list[Array], weights: list[float] | None = None) -> Figures:
@@ -35,7 +35,7 @@ def figures(rows: list[Array], weights: list[float] | None = None) -> Figures:
 
 
 class Watched:
-    """A group whose rounds are judged."""
+    """A group with rounds that are judged."""
 
     def __init__(self) -> None:
         self.outliers = Outliers()
@@ -120,7 +120,7 @@ def test_of_two_that_point_apart_neither_is_blamed_alone() -> None:
 
 
 def test_of_two_the_one_is_named_that_has_changed() -> None:
-    """The worker whose gradients vanish is off, and not the other one, whose norm is larger."""
+    """The worker with gradients that vanish is off, and not the other one, with the larger norm."""
     random, watched = np.random.default_rng(3), Watched()
     for number in range(60):
         rows = batches(random, 2, 1000, 1.0)

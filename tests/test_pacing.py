@@ -1,4 +1,4 @@
-"""Rules for unequal workers in a group whose members come, go and are late: all decide the same, by equal tables."""
+"""Rules for unequal workers in groups with members that come, go and are late: all decide the same, by equal tables."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_all_members_decide_the_same_whoever_comes_goes_or_is_late(make: Any, co
     for times, late, leaves, joiners in course:
         there = set(group.rules)
         late &= there - group.newcomers
-        if late | group.newcomers == there:  # somebody who knows must be heard
+        if late | group.newcomers == there:  # a member that knows must be heard
             late = set()
         if not leaves & there < there - group.newcomers:
             leaves = set()

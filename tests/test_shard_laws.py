@@ -122,7 +122,7 @@ class Client:
     steady: tuple[int, ...] = ()
     """Rounds that ended with their last results, without a RoundDone."""
     ends: dict[int, set[int]] = field(default_factory=dict)
-    """Shards whose last results said that a round is over, by its number."""
+    """Shards with last results that said that a round is over, by its number."""
 
     def ready(self) -> list[Part]:
         if self.stalled:

@@ -256,7 +256,7 @@ def test_a_piece_is_pushed_while_later_ones_are_not_copied(
 
 def test_a_round_begins_once_though_two_threads_push(monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(dict[int, Any]):
-        """What was pushed; it notes that the second thread has seen that this is nothing."""
+        """The values that were pushed; it notes that the second thread has seen that this is nothing."""
 
         def __len__(self) -> int:
             if threading.current_thread() is not threading.main_thread():
@@ -393,7 +393,7 @@ def gradients_of(worker: Worker, rounds: int, numel: int, is_staged: bool, devic
         generator = torch.Generator().manual_seed(100 * number + worker.rank)
         for flat in flats:
             flat.normal_(0.0, 10.0 ** (number - 2), generator=generator)
-        present = number != 3 and (number + worker.rank) % 3 != 2  # in one round nobody has anything to give
+        present = number != 3 and (number + worker.rank) % 3 != 2  # in one round no worker has anything to give
         if copier is not None:
             pushes = [copier.push(index, flat, 1.0 + worker.rank, present) for index, flat in enumerate(flats)]
             for push in pushes:
@@ -565,7 +565,7 @@ def test_a_model_that_is_gone_frees_its_memory(fake: OpenFake) -> None:
         wait_until(lambda: not device.locked, "all pages are unlocked")
 
 
-# ── groups that lose members, and wait for nobody ─────────────────────────────────────────────────────
+# ── groups that lose members, and wait for none ───────────────────────────────────────────────────────
 
 
 def test_a_worker_that_may_be_late_pushes_whole_buckets(fake: OpenFake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def starts_in(path: Path) -> list[int]:
     return [item.incarnation for _, file in files_of(path) for item in items(file) if isinstance(item, Start)]
 
 
-# ── who may read it ───────────────────────────────────────────────────────────────────────────────────
+# ── rights to read it ─────────────────────────────────────────────────────────────────────────────────
 
 
 def mode_of(path: Path) -> int:

@@ -308,7 +308,7 @@ def test_lines_are_counted_by_package_and_a_long_module_is_named(write: Write) -
 
 
 def test_words_are_counted_in_docstrings_comments_strings_and_documents(write: Write) -> None:
-    text = '"""Who comes."""\nwho = 1  # whoever it is, not Whom\nerror = f"of {who}, whose turn it is"\n# WHO\n'
+    text = '"""Who comes."""\nwho = 1  # whoever it is, not Whole\nerror = f"of {who}, whose turn it is"\n# WHO\n'
     files = {"worker/a.py": text, "worker/b.py": "who = whose = 3\n", "README.md": "who, and who\nwhole\n"}
     source = write(files | {"docs/limits.md": "whose\n", "docs/reference/jobs.md": "who\n", "CHANGELOG.md": "who\n"})
     found = structure.words(source, structure.PERSONS)
@@ -324,6 +324,19 @@ def test_docstrings_that_begin_with_such_a_word_are_counted(write: Write) -> Non
     text = '"""What there is."""\nclass A:\n    """\n    Whether."""\n    x: int = 0\n    """Of the group."""\n'
     text += 'def f():\n    """Offer what is due."""\n    return "Who is it?"\n'
     assert structure.openings(write({"protocol/a.py": text})) == {"protocol/a.py": 3}
+
+
+def test_sentences_that_are_too_long_are_counted_outside_of_tables_and_code(write: Write) -> None:
+    words = "word " * 26
+    prose = f'"""A {words.strip()}.\n\n- {words}\n\n    {words}\n{"word " * 12}   {words}\n└── {words}\n"""\n'
+    source = write({"worker/a.py": prose, "tests/b.py": f'"""{words[5:]}"""\n# {words}\n'})
+    assert structure.long_sentences(source) == {"worker/a.py": 2}
+
+
+def test_comments_and_docstrings_of_tests_are_read_but_no_other_texts(write: Write) -> None:
+    source = write({"tests/a.py": '"""Whose."""\nx = "nobody"  # somebody\n'})
+    assert structure.words(source, structure.PERSONS) == {"tests/a.py": 2}
+    assert structure.openings(source) == {"tests/a.py": 1}
 
 
 # ── the table, and today's source ─────────────────────────────────────────────────────────────────────

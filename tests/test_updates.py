@@ -1,4 +1,4 @@
-"""Training in groups whose rounds do not wait for all workers: one backward leads to several updates, or to none.
+"""Training in groups with rounds that do not wait for all workers: one backward leads to several updates, or to none.
 
 Each course notes what every replica contributes, and its weights after each update. Then one process repeats the log of
 updates, from the contributions of each round.
@@ -46,7 +46,7 @@ class Course:
         self.staleness: list[int] = []
         self.lock = threading.Lock()
         self.slow: dict[int, Callable[[int], object]] = {}
-        """What a rank does before its backward of a step."""
+        """Functions that ranks call before their backward of a step."""
 
     def train(self, worker: Worker, steps: int = 12) -> dict[str, Tensor]:
         torch.manual_seed(0)

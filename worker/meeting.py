@@ -9,8 +9,8 @@ host has such a rendezvous. The coordinator carries the addresses. So the coordi
     HOST:FOLDER  files in a folder that the worker has made in GRADSERVER_RENDEZVOUS_DIR, which all hosts see
 
 Files are for hosts between which no port can be reached at will. Torch's FileStore is known for what an earlier run has
-left, which misleads the next one, and for waits without an end. So each worker's folder has a name of its own, each
-communicator a file of its own in it, waits have the limit of any rendezvous, and the folder goes with the membership.
+left, which misleads the next one, and for waits without an end. So each worker's folder has a name of its own, and
+in it each communicator a file of its own. Waits have the limit of any rendezvous. The folder goes with the membership.
 Those of workers that were killed are removed after a week. Each host may have the directory under another path.
 """
 

@@ -29,7 +29,7 @@ it went unnoticed.
 _RECEIVE_QUEUE: Final = 0
 """No limit: libzmq reads whatever comes. Credit bounds what a member has under way.
 
-Where libzmq 4.3 has stopped to read, as a queue is full, and the connection then breaks, a PING among what it had read
+libzmq 4.3 stops to read when a queue is full. If the connection breaks then, a PING among what it had read
 already ends the whole process: "Assertion failed: !_io_error".
 """
 _SEND_QUEUE: Final = 50_000

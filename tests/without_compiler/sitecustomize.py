@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Compiler(ModuleType):
-    """What optimizers use of `torch._dynamo`."""
+    """Functions of `torch._dynamo` that optimizers use."""
 
     @staticmethod
     def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:

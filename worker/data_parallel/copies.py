@@ -8,7 +8,7 @@ is the identity, so that autograd itself brings the gradients back:
         └───────► forward of the replicas on cuda:0 ─────────► output ──┘
 
 Parameters travel by bucket (`gradserver.worker.torch_ddp.grouping`). In backward a bucket's gradients are packed, sent
-and added up as soon as all of them are there, while the device computes those of earlier blocks.
+and added up as soon as all of them are there. Meanwhile the device computes those of earlier blocks.
 """
 
 from __future__ import annotations

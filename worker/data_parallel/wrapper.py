@@ -176,7 +176,7 @@ class DataParallel(nn.Module):
     def sync_params(self) -> None:
         """Give all replicas the first one's parameters before the next forward.
 
-        That is needed only after a change that neither an optimizer makes nor autograd knows of, such as
+        That is needed only after a change that neither an optimizer makes nor autograd knows of. An example is
         ``parameter.data.copy_(…)``, between two forwards of evaluation, or inside of `no_sync`.
         """
         self._made().parameters_may_have_changed()

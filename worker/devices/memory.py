@@ -48,7 +48,7 @@ class HostMemory:
         size = max(-(-nbytes // _PAGE) * _PAGE, OWN_SEGMENT_BYTES)
         given = self._shared(size)
         # Where it is not shared, a child that is forked must not turn its pages into copies, which the device does not
-        # know: so this mapping is shared, too (the default of mmap), with nobody.
+        # know: so this mapping is shared, too (the default of mmap), with no process.
         array = np.frombuffer(mmap.mmap(-1, size), np.uint8) if given is None else given
         memory = torch.from_numpy(array)
         with self._lock:

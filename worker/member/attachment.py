@@ -1,4 +1,4 @@
-"""Where a member is known: the coordinator and data shards let it in, and hear when it leaves."""
+"""Connections by which a member is known: the coordinator and data shards let it in, and hear when it leaves."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """How much of one bucket's memory is there to be sent. Not safe to share: the session's lock guards it.
+    """The part of one bucket's memory that is there to be sent. Not safe to share: the session's lock guards it.
 
     Args:
         wrote: function that is called with the first byte and the one behind the last of each result that was written.

@@ -30,7 +30,7 @@ Calls of different tensors never reach gloo or NCCL. Gloo ends the process then,
 
 While a call is in the lane, other collectives, the end of a round and a new membership wait for it. Kernels of two
 NCCL communicators may not be queued in different orders at two members. So a round on CUDA devices waits for the lane
-before it begins, and a call that comes during such a round says that it cannot.
+before it begins. A call that comes during such a round says that it cannot.
 """
 
 from __future__ import annotations

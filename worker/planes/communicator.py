@@ -226,7 +226,7 @@ class Communicator:
         """Held during a call of a group. If the group is given up meanwhile, the caller must not be the last to have
         it: gloo's destructor would run in its thread."""
         self.failed: BaseException | None = None
-        """Why it could not be formed."""
+        """Reason for which it could not be formed."""
 
     def form(self, signal: Signal, timeout: float) -> None:
         """Find the other members, within ``timeout`` seconds.

@@ -170,7 +170,7 @@ class Hierarchical:
     def _push(self, staging: Staging, part: int, pieces: Pieces, number: int) -> Progress | None:
         """Push a bucket of which the pieces up to this ``number`` are there. Return None if it is to be pushed later.
 
-        If the host gives no data, results come in its place at once. So its sums, which nobody needs, are awaited.
+        If the host gives no data, results come in its place at once. So its sums, which are not needed, are awaited.
         """
         weight, is_last = float(self._weight), number + 1 == len(pieces.tensors)
         if weight < NO_DATA and not is_last:

@@ -5,7 +5,7 @@
     leaders              ► push ──► push ──► push      ◄ result, slice by slice
     host                                    ► broadcast ► broadcast
 
-So a link between hosts has something to carry from the first piece of the first bucket on, and the host has all but the
+So a link between hosts has something to carry from the first piece of the first bucket on. The host has all but the
 last piece when the last result comes. Sums in the host take long beside the computation, which has the processors.
 """
 
@@ -30,7 +30,7 @@ _MOST_PIECES: Final = 32
 def cut(tensor: Tensor) -> list[Tensor]:
     """Return the pieces of a bucket, one behind the other.
 
-    One on a CUDA device is one piece: NCCL sums it up in less time than a link takes for a piece, and the copies to the
+    One on a CUDA device is one piece: NCCL sums it up in less time than a link takes for a piece. The copies to the
     host are in pieces of their own (`gradserver.worker.devices.copies`).
     """
     nbytes = tensor.numel() * tensor.element_size()

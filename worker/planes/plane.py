@@ -98,7 +98,7 @@ class Pending(Protocol):
 
 
 class Way(Protocol):
-    """How the members of one epoch reduce the buckets of one module. All of them make the same calls.
+    """Way in which the members of one epoch reduce the buckets of one module. All of them make the same calls.
 
     A *pass* reduces every mean of the plan once: `open`, `mean` for each, a wait for each, `close`. Each call may raise
     what a wait may raise.

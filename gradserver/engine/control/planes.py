@@ -2,8 +2,8 @@
 
 `OBSTACLES` has a table for each plane: what keeps a group from it, and what to change. The first obstacle that is found
 is the reason. A group goes by the plane that is demanded, of the coordinator or of a worker. Where none is demanded it
-goes by `DIRECT` if nothing is in the way, else by `HIERARCHICAL` if nothing is, and else by the coordinator's plane:
-each worker by its own channel.
+goes by `DIRECT` if nothing is in the way, else by `HIERARCHICAL` if nothing is. Else it goes by the coordinator's
+plane: each worker by its own channel.
 
 A worker with which a demanded plane is impossible is refused when it joins (`check`). Later nothing is refused: a group
 that cannot go by the plane that is demanded any more goes by the coordinator's.
@@ -86,7 +86,7 @@ class Obstacle(NamedTuple):
         find: returns the reason as a part of a sentence; an empty text if it does not apply.
         when: the condition, for people.
         remedy: what to change.
-        binds: true if the plane is impossible then; false if only nobody takes it without a demand.
+        binds: true if the plane is impossible then; false if it is only not chosen without a demand.
         lasts: true if more workers do not remove it. Otherwise no worker is refused for it.
     """
 

@@ -22,12 +22,12 @@ begin the same round again, with the gradients that they kept, in a section that
     OPEN    every member has pushed                              (none)  the round is over, as any other
 
 Members are told at once, whether or not they have begun it. A member that waits for a reduction with a lost one hears
-of it in no other way. Rounds can end at other data shards meanwhile. So a departure makes no certain round void, but
-all that its members have begun in a membership before it, from the first one on that has no result here.
+of it in no other way. Rounds can end at other data shards meanwhile. So a departure makes no certain round void. It
+makes void all rounds that members have begun in a membership before it, from the first one without a result here.
 
 A recovery forgets what is void. So a member that knows says so, with a push of the epoch 0, when it begins the round
-again, also if it was told so. It says so again when it has heard `Standing`. And while members have yet to say what
-they hold, no commit becomes void: one of them may have its result.
+again. It does so even if it was told. It says so again when it has heard `Standing`. And while members have yet to say
+what they hold, no commit becomes void: one of them may have its result.
 """
 
 from __future__ import annotations

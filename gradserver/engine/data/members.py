@@ -21,7 +21,7 @@ class Members:
     epoch: int
     """Number of the latest membership."""
     departed: dict[int, GradServerError] = field(default_factory=dict)
-    """Why each departed."""
+    """Reason for which each departed."""
     change: str = ""
     """Latest change of the membership, as a clause."""
     before: tuple[int, int] = (-1, 0)

@@ -1,6 +1,6 @@
 """The suite `large`: training steps of a GPT with 432 million parameters, over each channel or between devices.
 
-With a width of 1024, 24 blocks and 32,768 tokens, the head alone has 134 MB of float32, and a step exchanges 1.73 GB
+With a width of 1024, 24 blocks and 32,768 tokens, the head alone has 134 MB of float32. A step exchanges 1.73 GB
 each way.
 """
 

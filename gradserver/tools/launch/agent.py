@@ -110,7 +110,7 @@ class Agent:
                 self._pass_on(process, descriptor)
 
     def _take(self, data: bytes | None) -> None:
-        if data == b"":  # the launcher is gone: nobody reads what comes
+        if data == b"":  # the launcher is gone, and reads nothing any more
             self._finish(signal.SIGTERM)
         for frame in self._decoder.feed(data or b""):
             (self._start if frame.kind is Kind.START else self._signal)(frame.fields())
@@ -211,7 +211,7 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _reserve_port() -> socket.socket:
-    """Reserve a port of this host for rank 0's rendezvous: it is bound, so nobody gets it, but can be listened at."""
+    """Reserve a port of this host for rank 0's rendezvous. No other process gets it, as it is bound."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))

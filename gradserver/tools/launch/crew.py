@@ -224,7 +224,7 @@ class Crew:
     def _kill(self) -> None:
         self._ask(signal.SIGKILL)
         self.was_killed, self._kill_at = True, time.monotonic() + SLACK_SECONDS
-        self._console.give_up()  # what has ended cannot be heard of while nobody reads
+        self._console.give_up()  # what has ended cannot be heard of while no process reads
 
     def _overdue(self, running: Sequence[Attempt]) -> None:
         """Kill the workers that have not ended in time. An agent that does not report their end is given up."""

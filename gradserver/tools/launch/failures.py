@@ -131,7 +131,8 @@ def diagnose(failure: Failure, errors: Tail, output: Tail) -> None:
     failure.follows = bool(traceback) and _FOLLOWS.search(traceback.rpartition(b"\n  ")[2]) is not None
     if failure.status == -signal.SIGKILL:
         failure.hints.append(
-            "nobody here sent SIGKILL. The system does when memory runs out: `dmesg` and the batch system's log say so"
+            "no process here sent SIGKILL. The system does when memory runs out: `dmesg` and the log of the batch "
+            "system say so"
         )
     if b"invalid device ordinal" in traceback:
         failure.hints.append(

@@ -18,7 +18,7 @@ from gradserver.tools.common.processes import inherited_environment
 DEFAULT_RSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 AGENT: Final = "gradserver.tools.launch.agent"
 _NOWHERE: Final = "192.0.2.1"
-"""Address that belongs to nobody (RFC 5737). The route towards it is the default one; nothing is sent."""
+"""Address of no host (RFC 5737). The route towards it is the default one; nothing is sent."""
 _DISCARD: Final = 9
 
 

@@ -81,7 +81,7 @@ class Sink:
                 self._waiting.clear()
             try:
                 _write_all(self.descriptor, data)
-            except OSError:  # nobody reads it any more
+            except OSError:  # it is not read any more
                 self.discard()
             with self._changed:
                 was_full = self.is_full
