@@ -11,6 +11,7 @@ from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
+    from gradserver.protocol.audits import Audit
     from gradserver.protocol.means import Mean
 
 N = TypeVar("N", int, float)
@@ -108,6 +109,27 @@ def mean(text: str) -> Mean:
         return mean_of(text)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def audit(text: str) -> Audit:
+    """Parse a policy about audits, such as ``0.01:1e-3``."""
+    from gradserver.protocol.audits import audit_of
+    from gradserver.protocol.errors import InvalidArgumentError
+
+    try:
+        return audit_of(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def mebibytes(text: str) -> int:
+    """Parse a number of MiB as bytes."""
+    return number(int, 2, 1 << 20, "a number of MiB")(text) << 20
+
+
+def plain(text: str) -> str:
+    """Take any text."""
+    return text
 
 
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB, "TiB": 1024 * 1024 * MIB}

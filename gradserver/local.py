@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self
 
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy, in_mode, mode_of, on_non_finite, on_outlier
+from gradserver.protocol.audits import audit_of
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Channel, Outlet
 from gradserver.protocol.errors import (
@@ -79,6 +80,8 @@ class LocalCluster:
             ``"report"`` names it. ``"leave-out"`` gives its gradients weight 0. ``"halt"`` ends the group.
         mean: rule by which gradients are averaged: ``"plain"``, or a robust one, as ``"median"``, ``"trimmed:0.25"``,
             ``"clipped:1"`` or ``"krum:1"``.
+        audit: share of the rounds in which several workers compute the same samples of `DataRanges`, as ``"0.01"``, and
+            the relative difference of their gradients that is allowed, as ``"0.01:1e-3"``.
     """
 
     def __init__(
@@ -101,13 +104,15 @@ class LocalCluster:
         nonfinite: Literal["halt", "leave-out", "skip", "propagate"] = "halt",
         outliers: Literal["report", "leave-out", "halt"] = "report",
         mean: str = "plain",
+        audit: str = "off",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         size = Policy(*elastic) if elastic else Policy.of(world_size)
         chosen, lateness = in_mode(mode_of(mode, staleness, damping), quorum, backup, grace, late, size.maximum)
         policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for, mode=chosen)
-        policy = dataclasses.replace(policy, mean=mean_of(mean), outliers=on_outlier(outliers))
+        rules = mean_of(mean), on_outlier(outliers), audit_of(audit)
+        policy = dataclasses.replace(policy, mean=rules[0], outliers=rules[1], audit=rules[2])
         policy.check_mean()
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from gradserver.arguments import mean, names, number, quorum, seconds, size, sync, workers_of
+from gradserver.arguments import audit, mean, mebibytes, names, number, plain, quorum, seconds, size, sync, workers_of
 from gradserver.protocol.limits import MAX_RATE, MAX_SHARDS, MAX_STALENESS, MAX_TIMEOUT, MAX_WORLD_SIZE, ROUND_TIMEOUT
 from gradserver.protocol.planes import WISHES
 
@@ -75,25 +75,17 @@ class Option:
         return text if self.parse is None else self.parse(text)
 
 
-def _mebibytes(text: str) -> int:
-    return number(int, 2, 1 << 20, "a number of MiB")(text) << 20
-
-
-def _text(text: str) -> str:
-    return text
-
-
 GENERAL: Final = (
     Option(
         "bind",
         "address to listen on, as tcp://HOST:PORT. With the default only this machine can connect, and with "
         "tcp://0.0.0.0:7411 others can. Port 0 picks a free port",
-        _text,
+        plain,
         "URL",
         default=DEFAULT_BIND,
         of=Of.BOTH,
     ),
-    Option("credit", "limit of the MiB that one worker has in flight", _mebibytes, "MIB", default="16"),
+    Option("credit", "limit of the MiB that one worker has in flight", mebibytes, "MIB", default="16"),
     Option("quiet", "log warnings only", of=Of.BOTH),
     Option(
         "nonfinite",
@@ -127,6 +119,15 @@ GENERAL: Final = (
         per_group=True,
     ),
     Option(
+        "audit",
+        "share of the rounds in which two or three workers compute the same samples of DataRanges. A gradient that "
+        "does not agree within TOLERANCE (relative, default 1e-5) and rounding is named in log, status and ledger",
+        audit,
+        "SHARE[:TOLERANCE]",
+        default="off",
+        per_group=True,
+    ),
+    Option(
         "plane",
         "way of the gradients that a group must go by, so that a worker which cannot is refused. direct: from worker "
         "to worker, by NCCL or gloo. hierarchical: so within each host, and from one worker of each to the "
@@ -152,7 +153,7 @@ GROUPS: Final = (
     Option(
         "group",
         "group that --workers applies to if it names none (default: default)",
-        _text,
+        plain,
         "NAME",
         only_flag=True,
     ),
@@ -311,7 +312,7 @@ SHARDS: Final = (
         "join",
         "run a data shard of the coordinator at URL instead of a coordinator. The coordinator must allow it "
         "(--allow-shards). --bind is then by default a free port of the address that reaches the coordinator",
-        _text,
+        plain,
         "URL",
         of=Of.SHARD,
     ),
@@ -338,7 +339,7 @@ LEDGER: Final = (
         "write the ledger to DIR: the contributions to each round, with times and digests (see `gradserver ledger`). "
         "A coordinator that was killed and is started again with the same DIR, and the same options, continues its "
         "groups",
-        _text,
+        plain,
         "DIR",
     ),
     Option(

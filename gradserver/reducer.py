@@ -51,14 +51,14 @@ from gradserver.protocol.digest import digest
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB, SLICE_BYTES
 from gradserver.protocol.means import UNIT
+from gradserver.repeated import compare_repeated
 from gradserver.robust import robust_mean
 from gradserver.squares import Sum, by_slice, squares
 
 log = logging.getLogger("gradserver")
 
 _BLOCK_BYTES: Final = 512 * KIB
-"""Size of a block, in the type that is computed in. The sum stays in a core's second-level cache, and calls are long
-enough that threads do not wait for each other between them."""
+"""Size of a block, as it is computed: the sum stays in a core's cache, and calls are long enough for threads."""
 _SPREAD_BYTES: Final = 16 * MIB
 """Total size of contributions below which combining them is faster than waking another thread."""
 _LOSSY_NUMEL: Final = 65_536
@@ -102,7 +102,7 @@ class Reducer:
             with self._starting:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads, "gradserver-reducer")
-            if command.operation.is_lossy:  # slice by slice: there are many of these at a time
+            if command.operation.is_lossy or command.repeated is not None:  # many at a time; two passes, and rare
                 self._pool.submit(_reduce_then, command, later)
             else:
                 _Spread(command, self._threads, later).submit(self._pool)
@@ -176,10 +176,10 @@ def _is_small(command: Reduce) -> bool:
 
 def reduce(command: Reduce) -> Outcome:
     """Carry out ``command`` in this thread. Return the kept result, or the reason for no result."""
-    if command.operation.is_lossy:
-        return reduce_lossy(command)
-    if command.operation.kind in PASSED_ON:
-        return pass_on(command)
+    if command.repeated is not None:
+        compare_repeated(command, command.repeated)
+    if command.operation.is_lossy or command.operation.kind in PASSED_ON:
+        return reduce_lossy(command) if command.operation.is_lossy else pass_on(command)
     job = _Sieve(command) if command.spans else _Job(command)
     with np.errstate(all="ignore"):
         for block in range(job.blocks):

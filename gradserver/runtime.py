@@ -221,7 +221,8 @@ class Runtime:
         squares = () if command.squares is None else command.squares
         measured = () if command.measures is None else command.measures.found
         where = command.group, command.epoch, command.key, command.slice
-        self._handle(Reduced(*where, outcome, digests, squares, measured))
+        compared = () if command.repeated is None else command.repeated.found
+        self._handle(Reduced(*where, outcome, digests, squares, measured, compared))
 
     def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
         self._call_soon(partial(self._reduced, command, outcome))

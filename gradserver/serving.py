@@ -150,7 +150,8 @@ def _worlds(settings: Settings) -> dict[str, Policy]:
     policies = {name: _policy(settings, name) for name in settings.groups}
     if not policies or OTHERS not in policies:
         others = _policy(Settings(settings.common), "", is_only=not policies)
-        if others is not None and (others.mean.is_robust or others.outliers is not OnOutlier.REPORT):
+        own = others is not None and (others.mean.is_robust or others.audit.share > 0)
+        if others is not None and (own or others.outliers is not OnOutlier.REPORT):
             policies = {OTHERS: others, **policies}
     return {name: policy for name, policy in policies.items() if policy is not None}
 
@@ -186,6 +187,7 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
     own = settings.groups.get(name, {})
     made = {
         "mean": given("mean"),
+        "audit": given("audit"),
         "gather": given("gather"),
         "backlog": None if given("backlog") is None else given("backlog") * MIB,
         "rejoin": given("rejoin-for"),
@@ -213,6 +215,10 @@ def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | N
         raise InvalidArgumentError(
             f"--plane {plane} is not possible with --mean {policy.mean}: libraries that reduce among workers only add "
             f"up"
+        )
+    if plane in AMONG_MEMBERS and policy.audit.share:
+        raise InvalidArgumentError(
+            f"--plane {plane} is not possible with --audit {policy.audit}: the coordinator compares the contributions"
         )
     if policy.minimum:
         policy.check_mean(name)

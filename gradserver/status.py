@@ -183,9 +183,22 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         if found.get("off"):
             becomes = "left out" if found["left_out"] else group["outliers"]
             lines.append(f"  {member['name']!r} is far off ({becomes}): {found['off']}")
+    lines += _audit(group.get("audit", {}))
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
+
+
+def _audit(audit: dict[str, Any]) -> list[str]:
+    """Render what audits have found; nothing if there are none."""
+    if not audit or audit["policy"] == "off":
+        return []
+    found = f"  audit: {counted(audit['rounds'], 'round')}, relative difference {audit['largest']:.2g} at most"
+    if not audit["differing"]:
+        return [found]
+    wrong = [f"{name!r} was wrong in {counted(rounds, 'round')}" for name, rounds in audit["wrong"].items()]
+    doubtful = [f"{name!r} or another in {counted(rounds, 'round')}" for name, rounds in audit["doubtful"].items()]
+    return [f"{found}; {', '.join([*wrong, *doubtful])}", f"  last: {audit['last']}"]
 
 
 def _plane(plane: dict[str, Any]) -> list[str]:

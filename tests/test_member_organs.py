@@ -41,6 +41,9 @@ class Samples:
     def use(self, _round_number: int) -> Ranges:
         return ((0, 4),)
 
+    def repeats(self, _round_number: int) -> int:
+        return -1
+
     def drop(self) -> None: ...
 
     def carry(self) -> None: ...

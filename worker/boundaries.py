@@ -77,6 +77,7 @@ class Boundaries:
             if (before := self._pushed.get(index)) is not None:
                 before.raise_error()
             key = member.enter_round(index, weight)
+            weight = member.leases.weight(weight)
             handle = traffic.handle_of(key, operation)
             came = member.push(key, operation, data, weight, present, handle, progress)
             effects = member.effects.take() if member.effects.pending else None

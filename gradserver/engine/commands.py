@@ -83,6 +83,17 @@ class Measures(NamedTuple):
     found: list[Measured]
 
 
+class Repeated(NamedTuple):
+    """Contributions of the same samples, which are to be compared: of a holder, and of its witnesses.
+
+    The reducer puts the differences into ``found``: (member id, another one, squared norm of the difference, mean of
+    the squared norms).
+    """
+
+    rows: Sequence[Contribution]
+    found: list[tuple[int, int, float, float]]
+
+
 class Memory:
     """Memory of the reductions of one slice of a bucket, from one round to the next.
 
@@ -122,6 +133,7 @@ class Reduce(NamedTuple):
         squares: for a mean, the list that gets the sum of squares of each slice of the result (two numbers, see
             `gradserver.protocol.messages.Result`); None if it is not wanted.
         measures: for a mean of several contributions, what is to be measured of them; None for nothing.
+        repeated: contributions to be compared first, in an audited round; None for none.
     """
 
     group: str
@@ -144,6 +156,7 @@ class Reduce(NamedTuple):
     mean: Mean = PLAIN
     squares: list[float] | None = None
     measures: Measures | None = None
+    repeated: Repeated | None = None
 
 
 @dataclass(frozen=True, slots=True)

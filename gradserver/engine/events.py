@@ -104,7 +104,8 @@ class Reduced(NamedTuple):
     """A `Reduce` was carried out. ``outcome`` holds the result's bytes, if asked for, or says what was wrong.
 
     ``digests`` are those that were asked for: of each contribution by its member id, and of the result by `RESULT`.
-    ``squares`` are those of the result: two numbers for each slice. ``measured`` compares contributions.
+    ``squares`` are those of the result: two numbers for each slice. ``measured`` compares contributions,
+    and ``compared`` those of the same samples.
     """
 
     group: str
@@ -115,6 +116,7 @@ class Reduced(NamedTuple):
     digests: Sequence[tuple[int, int]] = ()
     squares: Sequence[float] = ()
     measured: Sequence[Measured] = ()
+    compared: Sequence[tuple[int, int, float, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)

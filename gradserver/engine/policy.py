@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
+from gradserver.protocol.audits import NO_AUDIT, Audit
 from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeError
 from gradserver.protocol.limits import (
     BACKLOG_BYTES,
@@ -298,6 +299,7 @@ class Policy:
             the default: 0 if minimum and maximum are equal, else the longest timeout of its founders.
         mean: rule by which gradients are averaged.
         outliers: policy about members that are far off.
+        audit: policy about audits.
         nonfinite: policy about gradients that are not finite; None for the coordinator's.
         plane: the plane that the group is to go by; None for the coordinator's.
         round_timeout: seconds that an exchange waits for a member that is alive; None for the coordinator's.
@@ -317,6 +319,7 @@ class Policy:
     mode: Mode = SYNC
     mean: Mean = PLAIN
     outliers: OnOutlier = OnOutlier.REPORT
+    audit: Audit = NO_AUDIT
     nonfinite: OnNonFinite | None = None
     plane: str | None = None
     round_timeout: float | None = None
@@ -336,6 +339,11 @@ class Policy:
             )
         if self.mode.grants and self.lateness is None:
             raise InvalidArgumentError(f"mode {str(self.mode.name)!r} needs a rule by which a round begins")
+        if self.audit.share and self.lateness is not None:
+            raise InvalidArgumentError(
+                "an audit needs rounds to which all workers contribute, in mode 'sync' without a quorum or backups: "
+                "gradients are compared that were computed at the same weights"
+            )
 
     @classmethod
     def of(cls, size: int | Policy, group: str = "") -> Policy:
@@ -357,6 +365,11 @@ class Policy:
             return self
         size = Policy.of(world_size)
         return replace(self, minimum=size.minimum, maximum=size.maximum)
+
+    @property
+    def case(self) -> tuple[str, Mean, str]:
+        """The facts by which a plane is chosen: the mode, the mean, and why contributions must meet beside that."""
+        return str(self.mode.name), self.mean, "contributions are compared" if self.audit.share else ""
 
     @property
     def is_elastic(self) -> bool:

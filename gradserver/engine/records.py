@@ -23,6 +23,7 @@ import msgpack
 from gradserver.engine.data_records import COMMITTED, Committed
 from gradserver.engine.declared import CODES, KINDS, Field, Kind, kind
 from gradserver.engine.policy import OnNonFinite, OnOutlier
+from gradserver.protocol.audits import TOGETHER, relative
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.declared import nested, several
@@ -49,6 +50,7 @@ from gradserver.protocol.offers import OneOffer, PlaneName
 MAX_BODY_BYTES: Final = MAX_ORDER_BYTES
 """One record without its frame: a plan, at most."""
 _MAX_CUT: Final = 1024
+_MAX_COMPARED: Final = TOGETHER * MAX_BUCKETS
 """Places of a record that say that a member was cut off, or not finite; it leaves out the others."""
 _MAX_SECONDS: Final = 1e12
 """Limit of any clock."""
@@ -97,6 +99,31 @@ Members = Annotated[tuple[tuple[int, str], ...], Field(_members)]
 # ── rounds ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Compared(NamedTuple):
+    """Difference of two members' contributions to a bucket, which are of the same samples (`protocol.audits`).
+
+    Attributes:
+        member_id: the holder, or a witness.
+        other: another witness.
+        part: the bucket.
+        difference: squared norm of the difference.
+        size: mean of the two squared norms.
+        limit: relative difference up to which they agree; 0 in reports of data halves.
+    """
+
+    member_id: int
+    other: int
+    part: int
+    difference: float
+    size: float
+    limit: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference, relative to the root of ``size``."""
+        return relative(self.difference, self.size)
+
+
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
     """One finished round. Times are the clock of the coordinator's loop, in seconds. Tuples are by member id.
@@ -114,6 +141,7 @@ class RoundRecord:
         section: the number of the section of the plan that was exchanged.
         nonfinite: for contributions that were not finite, and did not count, (member id, bucket, number of slices, the
             first element that is not finite). The element is -1 if it is not known any more.
+        compared: for an audited round, the differences of contributions to the same samples.
 
     A member that was not there has weight 0, and arrived when the round was opened.
     """
@@ -129,11 +157,12 @@ class RoundRecord:
     cut: tuple[tuple[int, int, int], ...] = ()
     section: int = 0
     nonfinite: tuple[tuple[int, int, int, int], ...] = ()
+    compared: tuple[Compared, ...] = ()
 
     def without_digests(self) -> RoundRecord:
         """Return the same, to be kept in memory. `dataclasses.replace` takes four times as long, in every round."""
         before = self.round, self.weights, self.opened, self.completed, self.last, self.arrivals
-        return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite)
+        return RoundRecord(*before, (), (), self.cut, self.section, self.nonfinite, self.compared)
 
     def moved(self, seconds: float) -> RoundRecord:
         """Return the same round, so much later."""
@@ -169,15 +198,18 @@ def pack_round(record: RoundRecord) -> list[Any]:
         column("Q", [value for place in record.cut[:_MAX_CUT] for value in place]),
         *([record.section] if record.section else ()),
         *([column("q", [value for one in record.nonfinite[:_MAX_CUT] for value in one])] if record.nonfinite else ()),
+        *([_pack_compared(record.compared[:_MAX_COMPARED])] if record.compared else ()),
     ]
 
 
 def unpack_round(value: Any, opened: float | None = None, completed: float | None = None) -> RoundRecord:
     """The record of these fields, if it was ``opened`` or ``completed`` then; MalformedMessageError if it is none."""
-    if type(value) is not list or not 8 <= len(value) <= 10:
+    if type(value) is not list or not 8 <= len(value) <= 11:
         raise MalformedMessageError(f"expected a round, got {brief(value)}")
     round_number, packed, took, last, lags, inputs, results, cut, *more = value
-    section, nonfinite = ([one for one in more if (type(one) is bytes) == is_bytes] for is_bytes in (False, True))
+    section, nonfinite, compared = ([one for one in more if type(one) is kind] for kind in (int, bytes, list))
+    if len(section) + len(nonfinite) + len(compared) < len(more):
+        raise MalformedMessageError(f"expected a round, got {brief(value)}")
     weights = tuple(_weight(weight) for weight in uncolumn("d", packed, MAX_WORLD_SIZE))
     seconds = _took(took)
     begun = opened if opened is not None else (completed or 0.0) - seconds
@@ -194,9 +226,11 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
         _cuts(uncolumn("Q", cut, 3 * _MAX_CUT)),
         section=_count(section[0]) if section else 0,
         nonfinite=_not_finite(uncolumn("q", nonfinite[0], 4 * _MAX_CUT)) if nonfinite else (),
+        compared=_compared(compared[0]) if compared else (),
     )
     world = len(weights)
     spoken_of = {record.last, *(member_id for member_id, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
+    spoken_of.update(member_id for one in record.compared for member_id in (one.member_id, one.other))
     if len(moments) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
         raise MalformedMessageError("a round of which the numbers by rank do not fit together")
     return record
@@ -206,6 +240,21 @@ def _cuts(values: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     if len(values) % 3:
         raise MalformedMessageError("a round of which the departed do not fit together")
     return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+
+def _pack_compared(compared: Sequence[Compared]) -> list[bytes]:
+    ids = [number for one in compared for number in one[:3]]
+    return [column("q", ids), column("d", [number for one in compared for number in one[3:]])]
+
+
+def _compared(value: Any) -> tuple[Compared, ...]:
+    if len(value) != 2:
+        raise MalformedMessageError("a round of which what was compared is not complete")
+    ids, sizes = (uncolumn(code, one, 3 * _MAX_COMPARED) for code, one in zip("qd", value, strict=True))
+    if len(ids) != len(sizes) or len(ids) % 3 or min((*ids, *sizes), default=0) < 0:
+        raise MalformedMessageError("a round of which what was compared does not fit together")
+    columns = zip(ids[::3], ids[1::3], ids[2::3], sizes[::3], sizes[1::3], sizes[2::3], strict=True)
+    return tuple(Compared(*one) for one in columns)
 
 
 def _not_finite(values: Sequence[int]) -> tuple[tuple[int, int, int, int], ...]:

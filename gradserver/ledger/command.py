@@ -280,6 +280,10 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
             {"seat": member_id, "bucket": part, "slices": slices, "element": first}
             for member_id, part, slices, first in record.nonfinite
         ],
+        "audit": [
+            {"seats": [one.member_id, one.other], "bucket": one.part, "difference": one.relative, "limit": one.limit}
+            for one in record.compared
+        ],
     }
 
 

@@ -30,6 +30,7 @@ from gradserver.engine.records import (
     RoundRecord,
     Start,
 )
+from gradserver.ledger.audits import audit_remark, audited
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.ranges import Ranges, count
@@ -282,7 +283,7 @@ def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
 def _remark(story: Story, record: RoundRecord) -> str:
     if record.nonfinite:
         return "skipped" if story.handling is OnNonFinite.SKIP else "left out"
-    return "too late" if record.round in story.closed else ""
+    return "too late" if record.round in story.closed else audit_remark(record)
 
 
 def one_round(story: Story, found: Round) -> list[str]:
@@ -316,7 +317,7 @@ def one_round(story: Story, found: Round) -> list[str]:
     lines += table(heads, rows)
     for closing in story.closed.get(record.round, []):
         lines += wrap(plain(closing.reason), 98, initial_indent="  ", subsequent_indent="    ")
-    lines += _not_finite(story, record)
+    lines += _not_finite(story, record) + audited(record, story.call, None if story.plan is None else story.plan.plan)
     section = story.plan.plan.section(record.section) if story.plan is not None else None
     if story.plan is not None and section is not None and record.results:
         buckets = [

@@ -15,8 +15,11 @@ has the name in its fields. The same Claim a second time is given the same range
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from gradserver.protocol.fields import Count, Flag, Name, Numel, Seed, Stated
+from gradserver.protocol.checks import number
+from gradserver.protocol.declared import Field
+from gradserver.protocol.fields import AnyRank, Count, Flag, Name, Numel, Seed, Stated
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.ranges import MAX_RANGES_BYTES
 
@@ -40,10 +43,14 @@ class Register(MessageKind):
 @message(31, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Located(MessageKind):
-    """The answer that the group is in ``epoch``; ranges used up in it are the payload."""
+    """The answer that the group is in ``epoch``; ranges used up in it are the payload.
+
+    ``audit`` is the share of the rounds that are audited.
+    """
 
     name: Name
     epoch: Seed
+    audit: Annotated[float, Field(number(0.0, 1.0))] = 0.0
 
 
 @message(32)
@@ -52,6 +59,7 @@ class Claim(MessageKind):
     """The request for ``count`` positions of ``epoch``, or with 0 the question whether it is finished.
 
     ``number`` counts the worker's claims of this data. From ``round`` on it says in each round what it used.
+    ``audit`` is the audited round that the positions are for, plus 1; 0 if they are for none.
     """
 
     name: Name
@@ -59,17 +67,22 @@ class Claim(MessageKind):
     epoch: Stated
     count: Numel
     round: Stated
+    audit: Stated = 0
 
 
 @message(33, Payloads.one(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Claimed(MessageKind):
-    """The answer that the payload's ranges, perhaps none, are the worker's own. ``finished``: all are used up."""
+    """The answer that the payload's ranges, perhaps none, are the worker's own. ``finished``: all are used up.
+
+    If there is a ``holder``, they are that member's, and this worker is a witness that computes them, too.
+    """
 
     name: Name
     number: Count
     epoch: Seed
     finished: Flag
+    holder: AnyRank = -1
 
 
 @message(34, Payloads.one(MAX_RANGES_BYTES))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from gradserver.protocol.audits import NO_AUDIT, Audit
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
@@ -25,6 +26,13 @@ _NOT_RUNNING: Final = (
     "take batches of these DataRanges by job.batches(…) or data.batches(loader): only so it is known which of them the "
     "training has used, as a loader reads ahead"
 )
+
+
+class Batch(NamedTuple):
+    """Ranges of one batch. If there is a ``holder``, they are its own, and this worker repeats them in an audit."""
+
+    ranges: Ranges
+    holder: int = -1
 
 
 class DataRanges:
@@ -53,7 +61,10 @@ class DataRanges:
                 for inputs, targets in data.batches(loader):
                     ...
 
-    with ``loader = DataLoader(dataset, batch_sampler=data, num_workers=4)``. Trainers without torch `take` indices:
+    In a group with audits (`gradserver serve --audit`) two or three workers sometimes compute the same samples, and
+    those of one of them count. Each worker then exchanges its gradients after each batch.
+
+    With ``loader = DataLoader(dataset, batch_sampler=data, num_workers=4)``. Trainers without torch `take` indices:
 
         while not data.finished():
             indices = data.take()                # perhaps none
@@ -108,10 +119,15 @@ class DataRanges:
         """Ranges that are claimed ahead."""
         self._left: Ranges = ()
         """Ranges of this worker that are in no batch yet."""
-        self._drawn: deque[Ranges] = deque()
+        self._drawn: deque[Batch] = deque()
         """Batches that a loader reads ahead."""
         self._used: Ranges = ()
         """Ranges in batches that the training has had since the last round began."""
+        self._repeated = -1
+        """Holder of the batch that the training has had since the last round began, if it is a repetition."""
+        self._repeats: tuple[int, int] = (-1, -1)
+        """The round, and the holder of what is repeated in it."""
+        self._audit = NO_AUDIT
         self._said: tuple[int, Ranges] = (-1, ())
         """The message about the last round."""
         self._order: tuple[int, Indices] | None = None
@@ -142,9 +158,9 @@ class DataRanges:
 
     def take(self) -> Indices:
         """Return the indices of the next batch, which this worker's next contribution uses. It may be empty."""
-        ranges = self._draw()
-        self._hand_over(ranges)
-        return self._indices(ranges)
+        batch = self._draw()
+        self._hand_over(batch)
+        return self._indices(batch.ranges)
 
     def finished(self) -> bool:
         """Return true if every sample of the epoch is used. Between two rounds, all members get the same answer."""
@@ -192,20 +208,30 @@ class DataRanges:
                 yield batch
         finally:
             self._running = False
-            self._left = union(self._left, *self._drawn)  # a loop that ended early has not used them
+            # a loop that ended early has not used them
+            self._left = union(self._left, *(batch.ranges for batch in self._drawn if batch.holder < 0))
             self._drawn.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield batches of indices, for the loader of `batches`."""
         if not self._running:
             raise UsageError(_NOT_RUNNING)
-        while ranges := self._draw():
-            self._drawn.append(ranges)
-            yield self._indices(ranges).tolist()
+        while (batch := self._draw()).ranges:
+            self._drawn.append(batch)
+            yield self._indices(batch.ranges).tolist()
 
-    def _hand_over(self, ranges: Ranges) -> None:
+    def _hand_over(self, batch: Batch) -> None:
         with self._lock:
-            self._used = union(self._used, ranges)
+            if batch.ranges and (self._repeated >= 0 or (batch.holder >= 0 and self._used)):
+                raise UsageError(
+                    f"the group is audited (--audit), and this worker takes several batches of data {self.name!r} for "
+                    f"one exchange, of which one repeats another worker's: exchange gradients after each batch, "
+                    f"without accumulation, cadence or local SGD, or start the coordinator without --audit"
+                )
+            if batch.holder >= 0:
+                self._repeated = batch.holder
+            else:
+                self._used = union(self._used, batch.ranges)
 
     def _indices(self, ranges: Ranges) -> Indices:
         positions = np.concatenate([np.arange(0), *(np.arange(start, stop) for start, stop in ranges)])
@@ -218,17 +244,32 @@ class DataRanges:
 
     # ── claiming ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _draw(self) -> Ranges:
-        """Return the ranges of the next batch."""
+    def _draw(self) -> Batch:
+        """Return the next batch."""
         self._register()
         self._collect()
         size = self._batch_size
+        if self._audit.share and (batch := self._draw_for_audit()).ranges:
+            return batch
         if count(self._left) < size:
             self._take_in(self._claim(size - count(self._left)))
-        batch, self._left = lowest(self._left, size)
-        if batch and count(self._left) < self._ahead * size:
+        ranges, self._left = lowest(self._left, size)
+        if ranges and count(self._left) < self._ahead * size:
             self._claimed = self._claim(self._ahead * size - count(self._left))
-        return batch
+        return Batch(ranges)
+
+    def _draw_for_audit(self) -> Batch:
+        """Return a batch for an audited round: samples that were claimed for it alone, or those that another holds.
+
+        A loader reads ahead, one batch for each round. If a batch is exchanged in another round, nothing is compared.
+        """
+        with self._lock:
+            ahead = len(self._drawn) + bool(self._used or self._repeated >= 0)
+        number = self._session.boundaries.round_to_open + ahead
+        if not self._audit.picks(self._seed, number):
+            return Batch(())
+        answer, ranges = self._claim(self._batch_size, number + 1).wait()
+        return Batch(ranges if answer.epoch == self.epoch else (), answer.holder)
 
     def _collect(self) -> None:
         """Take the answers to claims made ahead."""
@@ -241,7 +282,7 @@ class DataRanges:
         if answer.epoch == self.epoch:
             self._left = union(self._left, ranges)
 
-    def _claim(self, wanted: int) -> Handle:
+    def _claim(self, wanted: int, audit: int = 0) -> Handle:
         session = self._session
         plan = session.plan
         if plan is None or not any(bucket.numel for bucket in plan.buckets):
@@ -252,7 +293,8 @@ class DataRanges:
             )
         with self._asking:
             self._number += 1
-            return session.ask(Claim(self.name, self._number, self.epoch, wanted, session.boundaries.round_to_open))
+            round_to_open = session.boundaries.round_to_open
+            return session.ask(Claim(self.name, self._number, self.epoch, wanted, round_to_open, audit))
 
     def _register(self) -> None:
         if not self._registered:
@@ -268,7 +310,7 @@ class DataRanges:
         located: Located
         located, used = self._session.ask(what, done).wait()
         if not self._registered:
-            self._registered, self.epoch = True, located.epoch
+            self._registered, self.epoch, self._audit = True, located.epoch, Audit(located.audit)
         return located.epoch, used
 
     def go_on(self, epoch: int, done: Ranges) -> None:
@@ -290,7 +332,12 @@ class DataRanges:
         with self._lock:
             if self._said[0] != round_number:
                 self._said, self._used = (round_number, self._used), ()
+                self._repeats, self._repeated = (round_number, self._repeated), -1
             return self._said[1]
+
+    def repeats(self, round_number: int) -> int:
+        """Return the id of the member with samples that this worker computes, too, in this round; -1 for none."""
+        return self._repeats[1] if self._repeats[0] == round_number else -1
 
     def drop(self) -> None:
         """Hand out once more what this worker used since the last round: its contribution was refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from gradserver.protocol.audits import WITNESS_WEIGHT, witness_weight
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, UsageError
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
@@ -26,6 +27,9 @@ class Source(Protocol):
 
     def use(self, round_number: int) -> Ranges:
         """Give what this worker used since the last round, and so in this one; the same again for the same round."""
+
+    def repeats(self, round_number: int) -> int:
+        """Give the id of the member with samples that this worker computes, too, in this round; -1 for none."""
 
     def drop(self) -> None:
         """Take what was used since the last round for unused: the contribution with it is dropped."""
@@ -96,6 +100,14 @@ class Leases:
         self._last = number, said
         for message, payloads in said:
             self._effects.add(Tell(message, payloads=payloads))  # without a connection the push will say it
+
+    def weight(self, given: float) -> float:
+        """Return the weight of what is contributed to the present round: a witness's, if it repeats another's."""
+        if not self._sources or given < WITNESS_WEIGHT:
+            return given
+        holders = (source.repeats(self._rounds.number) for source in self._sources.values())
+        holder = next((one for one in holders if one >= 0), -1)
+        return given if holder < 0 else witness_weight(holder)
 
     def carry(self) -> None:
         """Count what was used in a later round: the last one closed without this worker."""

@@ -116,6 +116,8 @@ def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...],
         warning = group.found.count(record, group.nonfinite, group.plans.plan, group.call, group.name)
         if warning:
             effects.log(warning, warning=True)
+    if record.compared and (warning := group.leases.audits.count(record, group.plans.plan, group.call, group.name)):
+        effects.log(warning, warning=True)
     group.rounds.write(record, group.members.epoch)
 
 

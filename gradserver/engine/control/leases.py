@@ -104,18 +104,24 @@ def _register(
     use = group.leases.positions.register(message.name, order, message.epoch, done, group.call(member_id))
     if new:
         journal.registered(group, use, effects)
-    return Located(use.name, use.epoch), use.done
+    return Located(use.name, use.epoch, group.policy.audit.share), use.done
 
 
 def _claim(group: Group, member_id: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
     use = group.leases.positions.use(message.name)
     epoch = use.epoch
+    if (repeat := group.leases.audits.repeat(member_id, message)) is not None:
+        group.leases.positions.begin_use(use.name, member_id, message.round)
+        return Claimed(use.name, message.number, message.epoch, False, repeat.holder), repeat.ranges
     _check_quota(group, member_id, message, counted_ranges(use.claimable(member_id, message.number, message.count)))
     number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count)
     if message.count:
         group.leases.positions.begin_use(use.name, member_id, message.round)
     if ranges or use.epoch != epoch:
         journal.claimed(group, HandedOut(group.name, use.name, member_id, number, found, ranges), effects)
+    if message.audit and ranges:
+        present, policy = group.members.by_id, group.policy
+        group.leases.audits.hold(member_id, message, ranges, policy.audit, use.order.seed, present, policy.mean)
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 

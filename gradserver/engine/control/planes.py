@@ -67,6 +67,7 @@ class Case(NamedTuple):
     mode: str = "sync"
     """Mode of the group's rounds."""
     mean: Mean = PLAIN
+    audit: str = ""
 
     @property
     def uses_nccl(self) -> bool:
@@ -176,9 +177,9 @@ _COMMON: Final = (
         "start the coordinator without --quorum and --backup",
     ),
     Obstacle(
-        lambda case: f"the mean is {case.mean}, which needs each contribution" if case.mean.is_robust else "",
-        "the group has a robust mean (`--mean`): libraries that reduce among workers only add up",
-        "start the coordinator without --mean",
+        lambda case: f"the mean is {case.mean}, which needs each contribution" if case.mean.is_robust else case.audit,
+        "the group has a robust mean or audits (`--mean`, `--audit`): libraries that reduce among workers only add up",
+        "start the coordinator without --mean and --audit",
     ),
     Obstacle(
         lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",

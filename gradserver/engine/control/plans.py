@@ -11,6 +11,7 @@ from gradserver.engine.control.welcome import tell_agreed
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import SetPlan
 from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.codecs.sparse import Sparse
 from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
@@ -98,15 +99,23 @@ def agree(group: Group, effects: Effects) -> None:
 
 
 def _unsuited(group: Group, plan: Plan) -> str:
-    """Return what is wrong with a plan of which the group's mean would make zeros; empty if nothing is."""
+    """Return why a plan does not go with the group's mean or its audits; empty if it does."""
     mean = group.policy.mean
+    if group.policy.audit.share:
+        sparse = next((codec for one in plan.buckets if isinstance(codec := one.operation.codec, Sparse)), None)
+        if sparse is not None:
+            return (
+                f"group {group.name!r} is audited, and gradients travel as {sparse.name}: a worker sends some "
+                f"elements, and what it has kept back of earlier rounds, so two contributions cannot be compared. "
+                f"Choose another wire, such as int8, or start the coordinator without --audit"
+            )
     if mean.rule not in (Rule.MEDIAN, Rule.TRIMMED):
         return ""
-    codec = next((one.operation.codec for one in plan.buckets if one.operation.codec.family == "topk"), None)
-    if codec is None:
+    topk = next((one.operation.codec for one in plan.buckets if one.operation.codec.family == "topk"), None)
+    if topk is None:
         return ""
     return (
-        f"group {group.name!r} has the mean {mean}, and gradients travel as {codec.name}, of which each worker sends "
+        f"group {group.name!r} has the mean {mean}, and gradients travel as {topk.name}, of which each worker sends "
         f"other elements: most values of an element would be zero, and so would the mean. Choose another wire, such as "
         f"int8 or randomk, or the mean clipped:1 or krum:1"
     )

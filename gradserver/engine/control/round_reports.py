@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gradserver.engine.control.group import Group
 from gradserver.engine.figures import added
-from gradserver.engine.records import RoundRecord
+from gradserver.engine.records import Compared, RoundRecord
 from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.errors import MalformedMessageError
@@ -34,6 +34,7 @@ def count_round(group: Group, source: int, report: RoundCompleted) -> RoundCompl
         and len(record.results) in (0, buckets)
     )
     spoken_of = {record.last, *(member_id for member_id, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
+    spoken_of.update(member_id for one in record.compared for member_id in (one.member_id, one.other))
     if not fits or not all(0 <= member_id < world for member_id in spoken_of):
         raise MalformedMessageError(f"a report of a round in which others took part than are in group {group.name!r}")
     reported = group.shards.report(source, replace(report, record=record))
@@ -99,7 +100,17 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
         if hashed
         else (),
         nonfinite=_not_finite(parts),
+        compared=_compared(parts),
     )
+
+
+def _compared(parts: Sequence[RoundRecord]) -> tuple[Compared, ...]:
+    """Return the differences of contributions, over all shards."""
+    found: dict[tuple[int, int, int], tuple[float, float]] = {}
+    for one in (one for record in parts for one in record.compared):
+        difference, size = found.get(one[:3], (0.0, 0.0))
+        found[one[:3]] = difference + one.difference, size + one.size
+    return tuple(Compared(*which, *sums) for which, sums in sorted(found.items()))
 
 
 def _not_finite(parts: Sequence[RoundRecord]) -> tuple[tuple[int, int, int, int], ...]:

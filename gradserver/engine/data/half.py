@@ -263,6 +263,8 @@ class Data:
                 group.rounds[event.key.number].count(event.key.part, event.digests)
             if event.measured:
                 group.rounds[event.key.number].tallies[event.key.part].add(event.measured)
+            if event.compared:
+                group.rounds[event.key.number].repeat(event.key.part, event.compared)
             findings = outcome.findings if isinstance(outcome, Sifted) else ()
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
             if payload is None and (findings or not isinstance(outcome, Sifted)):

@@ -10,7 +10,7 @@ from typing import Final
 from gradserver.engine.commands import RESULT
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.figures import Tally
-from gradserver.engine.records import RoundRecord
+from gradserver.engine.records import Compared, RoundRecord
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.plan import Plan
 
@@ -94,6 +94,8 @@ class Round:
     """Digests of what came out so far, by bucket."""
     nonfinite: dict[tuple[int, int], tuple[int, int]] | None = None
     """Contributions that were not finite, by member id and bucket: number of slices, and the first element, or -1."""
+    compared: dict[tuple[int, int, int], tuple[float, float]] | None = None
+    """Differences of contributions of the same samples, by two member ids and the bucket."""
 
     tallies: dict[int, Tally] = field(default_factory=dict)
     """Comparisons of contributions, by bucket."""
@@ -190,6 +192,13 @@ class Round:
         known = [one for one in (first, element) if one >= 0]
         found[member_id, part] = before + slices, min(known, default=-1)
 
+    def repeat(self, part: int, found: Iterable[tuple[int, int, float, float]]) -> None:
+        """Add the differences of contributions to some slices of bucket ``part``."""
+        self.compared = self.compared or {}
+        for member_id, other, difference, size in found:
+            before = self.compared.get((member_id, other, part), (0.0, 0.0))
+            self.compared[member_id, other, part] = before[0] + difference, before[1] + size
+
     def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
         """Make its record. A member that counted may have had an id that only members know of."""
         section = plan.section(self.section) if plan is not None else None
@@ -208,6 +217,9 @@ class Round:
             self.section,
             nonfinite=tuple((*which, *found) for which, found in sorted(self.nonfinite.items()))
             if self.nonfinite
+            else (),
+            compared=tuple(Compared(*which, *sums) for which, sums in sorted(self.compared.items()))
+            if self.compared
             else (),
         )
 

@@ -203,8 +203,7 @@ class Group:
         """Return the facts by which the plane of these members is chosen."""
         names = self.members.identities.names
         workers = self.planes.candidates({member_id: names[member_id] for member_id in member_ids})
-        has_commits = self.plans.plan is None or self.planes.commits
-        return Case(workers, self.leaves_late, has_commits, str(self.policy.mode.name), self.policy.mean)
+        return Case(workers, self.leaves_late, self.plans.plan is None or self.planes.commits, *self.policy.case)
 
     def begin_planes(self, founders: Iterable[int]) -> None:
         """Decide by what the ``founders`` offer whether modules have commits."""
@@ -376,6 +375,7 @@ class Group:
             "mean": str(self.policy.mean),
             "outliers": str(self.policy.outliers),
             "noise_scale": self.watch.describe(plan),
+            "audit": self.leases.audits.describe(self.policy.audit, identities.names),
             "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gradserver.engine.control.audits import Audits
 from gradserver.engine.lease_table import Positions
 from gradserver.protocol.messages.leases import Claim, Register
 from gradserver.protocol.ranges import Ranges
@@ -21,10 +22,12 @@ class Leases:
 
     Attributes:
         positions: what is left of each data set, and which member holds which samples.
+        audits: samples that several members compute.
         asked: questions that wait for a round to be over, by the data's name and member id.
     """
 
     positions: Positions = field(default_factory=Positions)
+    audits: Audits = field(default_factory=Audits)
     asked: dict[tuple[str, int], tuple[Question, Ranges]] = field(default_factory=dict)
 
     def restore(self, positions: Positions) -> None:
@@ -45,5 +48,6 @@ class Leases:
     def depart(self, member_id: int) -> None:
         """Give the samples of a member that is gone to the others."""
         self.positions.depart(member_id)
+        self.audits.depart(member_id)
         for key in [key for key in self.asked if key[1] == member_id]:
             del self.asked[key]
