@@ -42,6 +42,7 @@ Ended = tuple[dict[str, Tensor], list[Tensor], int, Used]
 
 def train(
     worker: Worker,
+    /,
     checkpoint: Path | None = None,
     epochs: int = 1,
     limit: int = 1000,
@@ -104,6 +105,18 @@ def test_a_job_continues_with_another_number_of_workers(options: dict[str, Any],
     after = on(world, train, tmp_path, **options)
     assert alike(after)
     assert after[0][2] > before[0][2] == saved["round"]
+    used = [number for ended in (before, after) for *_, used in ended for number in used]
+    assert sorted(used) == list(range(SAMPLES))
+
+
+def test_a_job_with_lossy_wires_continues_with_another_number_of_workers(tmp_path: Path) -> None:
+    with LocalCluster(3, timeout=20.0, wire="int8") as cluster:
+        before = cluster.run(train, tmp_path, limit=3, **MODES[1])
+    with LocalCluster(2, timeout=20.0, wire="int8") as cluster:
+        after = cluster.run(train, tmp_path, **MODES[1])
+    assert alike(before)
+    assert alike(after)
+    assert after[0][2] > before[0][2]
     used = [number for ended in (before, after) for *_, used in ended for number in used]
     assert sorted(used) == list(range(SAMPLES))
 

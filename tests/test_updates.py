@@ -252,7 +252,7 @@ def linear_job(worker: Worker, /, epochs: int, **options: Any) -> tuple[Job, lis
     return job, [*state_of(model.module).values(), *optimizer_state(optimizer)], used
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["mode"])
+@pytest.mark.parametrize("mode", [*MODES, {"mode": "async", "wire": "int8"}], ids=["async", "bounded", "lossy"])
 def test_a_job_is_saved_and_goes_on_with_another_number_of_workers(mode: dict[str, Any], tmp_path: Path) -> None:
     with LocalCluster(3, timeout=20.0, **mode) as cluster:
         before = cluster.run(linear_job, 1, checkpoint=tmp_path, every=4)
