@@ -98,7 +98,7 @@ def test_in_whichever_thread_it_is_an_outcome(nbytes: int, monkeypatch: pytest.M
     def refused(*_: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(reducer._Job, "_fold", refused)
+    monkeypatch.setattr(reducer, "fold", refused)
     reduction = Reducer(threads=2)
 
     assert broken(reduction, Op.SUM, FLOAT32, nbytes) == Broken("ZeroDivisionError: by nothing")

@@ -271,6 +271,8 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     assert snapshot["url"] == server.url
     assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
     assert [member.pop("offer")["channel"] for member in group["members"]] == ["shm", "shm"]
+    alike = {"norm_ratio": 1.0, "cosine": 1.0, "off": None, "left_out": False}
+    assert [member.pop("gradients") for member in group["members"]] == [alike, alike]
     assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
     assert group["bytes_in"] == group["bytes_out"] == 2 * PLAN.nbytes
     assert group["last_round"]["weights"] == [1.0, 1.0]

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ import pytest
 from gradserver.protocol.limits import SLICE_BYTES
 from gradserver.worker.client import Worker
 from gradserver.worker.interrupts import admits, uninterrupted, watch
+from gradserver.worker.transport.line import Line
+from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import PATIENCE, Task, members
 
 RAISED, CALLS = 10, 3000
@@ -86,6 +88,43 @@ def test_a_wait_that_a_signal_handler_interrupts_can_be_waited_for_again(channel
         one.all_reduce(np.zeros(NUMEL, np.float32), "sum")
         theirs.result()
     assert pest.raised >= RAISED
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_handler_that_is_new_does_not_interrupt_the_first_message(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a handler that the main thread has not seen before it takes messages, in a wait and in a look."""
+    taking: list[bool] = []
+    interrupted: list[bool] = []
+
+    def heed(*_: object) -> None:
+        interrupted.append(bool(taking))
+        raise HandlerError
+
+    def take(channel: TcpChannel, line: Line, signalled: bool = False) -> bool:
+        taking.append(True)
+        signal.raise_signal(signal.SIGUSR1)
+        taking.clear()
+        return original(channel, line, signalled)
+
+    original, never = TcpChannel._take, threading.Lock()
+    before = signal.getsignal(signal.SIGUSR1)
+    with members("tcp", 1) as (worker,):
+        channel = worker._session.traffic.channel
+        worker.barrier()
+        signal.signal(signal.SIGUSR1, heed)
+        try:
+            with monkeypatch.context() as patch, suppress(HandlerError):
+                patch.setattr(TcpChannel, "_take", take)
+                with never:
+                    if waits:
+                        channel.wait(never, PATIENCE)
+                    channel.look()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert True not in interrupted, "the handler waits for its turn, which is where the thread only waits"
+    assert interrupted or not waits
 
 
 def _sums(worker: Worker) -> None:

@@ -56,7 +56,7 @@ def admits(function: F) -> F:
 
 
 def watch() -> None:
-    """Stand in for new handlers. Call it where a thread is about to wait, and so has the time for it."""
+    """Stand in for new handlers. Call it where a thread is about to take messages or to wait for some."""
     global _seen
     if (found := tuple(map(_get, _SIGNALS))) == _seen or threading.current_thread() is not threading.main_thread():
         return

@@ -315,6 +315,7 @@ class TcpChannel:
     @uninterrupted
     def wait(self, done: Lock, timeout: float) -> bool:
         """Wait until ``done`` can be acquired: read meanwhile, unless another thread does."""
+        watch()  # before the first message is taken: it may be there already
         until = time.monotonic() + timeout
         if self._reading.acquire(blocking=False):
             try:
@@ -333,7 +334,6 @@ class TcpChannel:
             self._bystanders += 1
         self._watched.release()
         try:
-            watch()
             return _acquire(done, until)
         finally:
             with self._lock:
@@ -350,6 +350,7 @@ class TcpChannel:
     @uninterrupted
     def look(self) -> None:
         """Take what has come in, unless another thread reads, and do not wait for more."""
+        watch()
         if self._reading.acquire(blocking=False):
             try:
                 while not self._closing and self._read(0.0):
