@@ -103,8 +103,8 @@ def compare(
 
 def _estimates(squares: Sequence[float], of_mean: float, weights: Sequence[float]) -> tuple[float, float]:
     """Estimate the squared norm of the true gradient, and the trace of the covariance of a sample of weight 1."""
-    small, inverse = math.fsum(squares) / len(squares), math.fsum(1 / weight for weight in weights) / len(weights)
-    noise = (small - of_mean) / (inverse - 1 / math.fsum(weights))
+    small, inverse = sum(squares) / len(squares), sum(1 / weight for weight in weights) / len(weights)
+    noise = (small - of_mean) / (inverse - 1 / sum(weights))  # infinite or NaN at worst, and then not reported
     return small - noise * inverse, noise
 
 

@@ -12,11 +12,12 @@ from gradserver.comparison import compare
 from gradserver.engine.commands import Measures, Memory
 from gradserver.engine.control.noise import Noise
 from gradserver.engine.control.outliers import Outliers, Verdict
-from gradserver.engine.figures import Figures, OfBucket, Tally, figures_of
+from gradserver.engine.figures import Figures, OfBucket, OfMember, Tally, figures_of, pack_figures, unpack_figures
 from gradserver.mean import Array
+from gradserver.protocol.limits import MAX_WEIGHT
 
 ROUNDS = 400
-"""Rounds of a healthy training; 5000 name no worker either."""
+"""Rounds of a healthy training."""
 
 
 def figures(rows: list[Array], weights: list[float] | None = None) -> Figures:
@@ -51,6 +52,33 @@ class Watched:
         self.round += 1
         self.named += [(self.round, one) for one in fresh]
         self.cleared += cleared
+
+
+WEIGHTS = st.floats(5e-324, MAX_WEIGHT)
+VALUES = st.floats(allow_nan=True, allow_infinity=True, width=64)
+
+
+@given(st.lists(st.tuples(WEIGHTS, VALUES), min_size=2, max_size=5), st.booleans())
+def test_no_weight_and_no_value_ends_in_an_error(given_: list[tuple[float, float]], is_double: bool) -> None:
+    outliers, weights = Outliers(), [weight for weight, _ in given_]
+    with np.errstate(all="ignore"):
+        rows = [np.full(5, value).astype(np.float64 if is_double else np.float32) for _, value in given_]
+        mean = np.average([row.astype(np.float64) for row in rows], axis=0, weights=weights).astype(rows[0].dtype)
+        measures = Measures(1, 0, Memory(), [])
+        compare(measures, list(enumerate(weights)), rows, mean, float(np.dot(mean, mean)), True, False)
+    tally = Tally()
+    tally.expect(5)
+    tally.add(measures.found)
+    found = figures_of({0: tally})
+    assert all(map(math.isfinite, (value for row in (*found.members, *found.buckets) for value in row)))
+    assert unpack_figures(pack_figures(found)) == found
+    outliers.take(found.members, dict(enumerate(weights)))
+
+
+def test_a_weight_next_to_nothing_is_no_error() -> None:
+    """Test weights of which the ratio is no number of float64."""
+    members = [OfMember(member_id, 1.0, 1.0, 1.0) for member_id in range(3)]
+    Outliers().take(members, {0: 32.0, 1: 32.0, 2: 5e-324})
 
 
 def batches(random: np.random.Generator, workers: int, numel: int, noise: float) -> list[Array]:

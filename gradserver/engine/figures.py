@@ -67,10 +67,10 @@ def unpack_figures(value: Any) -> Figures:
     members, buckets = value
     if len(members) > MAX_WORLD_SIZE or len(buckets) > MAX_BUCKETS:
         raise MalformedMessageError(f"figures of {len(members)} members and {len(buckets)} buckets")
-    return Figures(
-        tuple(OfMember(*_row(row, 4, MAX_WORLD_SIZE)) for row in members),
-        tuple(OfBucket(*_row(row, 3, MAX_BUCKETS)) for row in buckets),
-    )
+    of_members = tuple(OfMember(*_row(row, 4, MAX_WORLD_SIZE)) for row in members)
+    if any(one.squares < 0 or one.others < 0 for one in of_members):
+        raise MalformedMessageError("figures of a round with a sum of squares below 0")
+    return Figures(of_members, tuple(OfBucket(*_row(row, 3, MAX_BUCKETS)) for row in buckets))
 
 
 def _row(value: Any, size: int, most: int) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from statistics import fmean, median
 from typing import Final, NamedTuple
 
 from gradserver.engine.figures import OfMember
+from gradserver.protocol.limits import MAX_WEIGHT
 
 _FEW, _MANY = 4, 32
 _FACTOR: Final = math.log(3.0)
@@ -139,7 +140,7 @@ class Outliers:
         middle = median([weights.get(member_id, 0.0) or 1.0 for member_id in logs])
         points = {}
         for one in members:
-            share = (weights.get(one.member_id, 0.0) or 1.0) / middle
+            share = min(max((weights.get(one.member_id, 0.0) or 1.0) / middle, 1 / MAX_WEIGHT), MAX_WEIGHT)
             log, slack = logs[one.member_id] - usual, abs(0.5 * math.log(share))
             if (log > 0) == (share < 1):
                 log = math.copysign(max(abs(log) - slack, 0.0), log)
