@@ -109,7 +109,10 @@ _of_types: Final[dict[Any, Strategy]] = {
     ),
     Figures: st.builds(
         Figures,
-        st.lists(st.builds(OfMember, st.integers(0, MAX_WORLD_SIZE - 1), *[_figures] * 3), max_size=4).map(tuple),
+        st.lists(
+            st.builds(OfMember, st.integers(0, MAX_WORLD_SIZE - 1), _figures.map(abs), _figures, _figures.map(abs)),
+            max_size=4,
+        ).map(tuple),
         st.lists(st.builds(OfBucket, st.integers(0, MAX_BUCKETS - 1), *[_figures] * 2), max_size=4).map(tuple),
     ),
     Ranges: st.sets(st.integers(0, MAX_NUMEL), max_size=6).map(lambda ends: _ranges(sorted(ends))),
