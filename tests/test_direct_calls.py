@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from gradserver.worker.planes import calls as calls_module, transfers as transfe
 from gradserver.worker.planes.calls import DirectCalls
 from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.transfers import DirectTransfers
-from tests.cluster import STARTED_WITHIN, Daemon, Program, errors, members, together
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, errors, members, together
 
 PROGRAM = Path(__file__).with_name("direct_calls_program.py")
 GOES_ON_WITHIN = 3.0 + 4.0
@@ -131,12 +132,14 @@ def test_synchronize_waits_for_all_that_was_begun(workers: list[Worker]) -> None
 def test_a_call_that_fails_at_one_member_goes_over_the_coordinator_at_all(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exchanged: list[str]
 ) -> None:
-    begin = Communicator.all_reduce
+    begin, all_formed, has_broken = Communicator.all_reduce, threading.Barrier(3), threading.Event()
 
     def failing(self: Communicator, *arguments: Any) -> Any:
-        if self._rank == 1:
-            monkeypatch.setattr(Communicator, "all_reduce", begin)
-            raise RuntimeError("the link broke")
+        if not has_broken.is_set():
+            all_formed.wait(PATIENCE)  # one that still looks for a member that has given up does so for 10 s
+            if self._rank == 1:
+                has_broken.set()
+                raise RuntimeError("the link broke")
         return begin(self, *arguments)
 
     monkeypatch.setattr(Communicator, "all_reduce", failing)

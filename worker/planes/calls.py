@@ -259,7 +259,7 @@ class DirectCalls:
         watch = watch_for_departures(signal, self._session.timeout)
         self._session.boundaries.watch(watch)
         operation = call.operation
-        limit = stall_after(operation.numel * operation.dtype.itemsize * len(weights))
+        limit = stall_after(operation.numel * operation.dtype.itemsize * len(weights), self._session.timeout)
         try:
             communicator = self._joined(body.device, signal)
             signal.on_interrupt(communicator.give_up)
@@ -273,7 +273,7 @@ class DirectCalls:
                     "group %r: this worker could not do %s with the others, and it goes over the coordinator: %s",
                     self._session.membership.group,
                     operation,
-                    error,
+                    str(error),  # a handler that keeps the error keeps its frames, and with them the others' sockets
                 )
             return False
         finally:
@@ -304,9 +304,12 @@ def _least_bytes(here: Welcome) -> int:
     return LEAST_BYTES_OF_A_HOST if one_host and backend_of(here.offers) == GLOO else LEAST_BYTES
 
 
-def stall_after(nbytes: int) -> float:
-    """Return the seconds after which an exchange of so many bytes takes too long."""
-    return _STALL_SECONDS + nbytes / _SLOWEST_RATE
+def stall_after(nbytes: int, timeout: float) -> float:
+    """Return the seconds after which an exchange of so many bytes takes too long.
+
+    The others wait for this member's word about it. So it says so well within their ``timeout``, in seconds.
+    """
+    return min(_STALL_SECONDS + nbytes / _SLOWEST_RATE, timeout / 2)
 
 
 def renamed(error: GradServerError, told: Operation, operation: Operation) -> GradServerError:

@@ -376,7 +376,7 @@ class DirectPlane:
                 "group %r: this worker could not reduce round %d with the others, and it goes over the coordinator: %s",
                 self._worker.group,
                 self._worker.round,
-                word,
+                str(word),
             )
             boundaries.refuse(self._commit.first)
         self._directs.void()

@@ -128,8 +128,11 @@ def store_of(here: Welcome) -> tuple[str, str]:
 
 
 def form(joint: Communicator | Levels, session: Session, signal: Signal) -> None:
-    """Find the other members. See `Communicator.form`."""
-    joint.form(signal, min(_FORM_SECONDS, session.timeout))
+    """Find the other members. See `Communicator.form`.
+
+    One that has not found them in time says so well within the time that the others wait for it.
+    """
+    joint.form(signal, min(_FORM_SECONDS, session.timeout / 2))
 
 
 _of_worker: WeakKeyDictionary[Worker, Directs] = WeakKeyDictionary()

@@ -135,7 +135,7 @@ class DirectTransfers:
             communicator = pair.joined(offered.epoch, offered.connection, Signal())
             under_way.append(communicator.send(torch.from_numpy(data), 1, offered.number))
         except Exception as error:  # the target says what came
-            log.warning("group %r: %s cannot be sent directly: %s", pair.group, call.operation, error)
+            log.warning("group %r: %s cannot be sent directly: %s", pair.group, call.operation, str(error))
         came = self._answer_to(call)
         if not came:
             pair.void(offered.connection)
@@ -151,13 +151,13 @@ class DirectTransfers:
         try:
             communicator = pair.joined(offered.epoch, offered.connection, signal)
             receiving = pair.receive(communicator, data, offered.number, signal)
-            receiving.wait(stall_after(call.data.size))
+            receiving.wait(stall_after(call.data.size, session.timeout))
             came = True
         except Exception as error:  # whatever it is, the others are to hear of it
             came = False
             pair.void(offered.connection)
             if signal.error is None:
-                log.warning("group %r: %s goes over the coordinator: %s", pair.group, call.operation, error)
+                log.warning("group %r: %s goes over the coordinator: %s", pair.group, call.operation, str(error))
         finally:
             session.boundaries.unwatch(watch)
         self._answer(call, came)
