@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradserver.arguments import ANY
 from gradserver.configuration import DEFAULT, Settings, add_flags, settings_of
+from gradserver.json_text import json_text
 from gradserver.options import DEFAULT_BIND, Of, each
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_WORLD_SIZE, MIB, OTHERS
@@ -70,7 +70,7 @@ def show(arguments: argparse.Namespace) -> int:
         for setting in (settings.find(option.key, name),)
     ]
     if arguments.json:
-        print(json.dumps(rows, indent=2))
+        print(json_text(rows, indent=2))
         return 0
     for name in found:
         mine = [[row["option"], row["value"] or "-", row["from"]] for row in rows if row["group"] == name]

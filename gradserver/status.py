@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import zmq
 
+from gradserver.json_text import json_text
 from gradserver.protocol.buffer import size_text
 from gradserver.protocol.errors import (
     CoordinatorError,
@@ -32,7 +33,7 @@ def show(url: str, interval: float, as_json: bool) -> int:
     """Print the status of the coordinator at ``url``; rates are taken over ``interval`` seconds."""
     first = survey(url)
     if as_json:
-        print(json.dumps(first, indent=2))
+        print(json_text(first, indent=2))
         return 0
     if "shard" in first:
         shard = first["shard"]
@@ -193,7 +194,9 @@ def _audit(audit: dict[str, Any]) -> list[str]:
     """Render what audits have found; nothing if there are none."""
     if not audit or audit["policy"] == "off":
         return []
-    found = f"  audit: {counted(audit['rounds'], 'round')}, relative difference {audit['largest']:.2g} at most"
+    largest = audit["largest"]  # null: a contribution was not finite, or its square is not
+    most = "a difference that is not finite" if largest is None else f"relative difference {largest:.2g} at most"
+    found = f"  audit: {counted(audit['rounds'], 'round')}, {most}"
     if not audit["differing"]:
         return [found]
     wrong = [f"{name!r} was wrong in {counted(rounds, 'round')}" for name, rounds in audit["wrong"].items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import threading
 from collections import Counter
@@ -18,16 +19,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster, cli
-from gradserver.engine.control.audits import verdict
+from gradserver.engine.commands import Contribution, Reduce, Repeated
+from gradserver.engine.control.audits import Audits, verdict
+from gradserver.engine.data.rounds import Round
+from gradserver.engine.data.witnesses import Witnesses
 from gradserver.engine.records import Compared, RoundRecord, pack_round, unpack_round
-from gradserver.protocol.audits import NO_AUDIT, Audit, audit_of, holder_of, witness_weight
+from gradserver.json_text import json_text
+from gradserver.protocol.audits import NO_AUDIT, TOGETHER, Audit, audit_of, holder_of, witness_weight
 from gradserver.protocol.codecs import codec_of
-from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.dtypes import BY_NAME, FLOAT32
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, MalformedMessageError, UsageError
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.means import PLAIN, mean_of
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.plan_codecs import with_codec
+from gradserver.repeated import compare_repeated
 from gradserver.worker.client import Worker
 from tests.cluster import Daemon, joined, together
 
@@ -268,6 +274,102 @@ def test_a_training_with_a_loader_that_reads_ahead_is_audited(num_workers: int) 
     assert found["rounds"] == found["differing"] > 0
     assert set(found["wrong"]) == {"worker-2"}
     assert LENGTH < sum(losses) <= 2 * LENGTH, "of rounds in which this worker had a batch"
+
+
+# ── warnings, figures that are not finite, liars ───────────────────────────────────────────────────────────
+
+
+def record_at(seconds: float, *pairs: tuple[int, int, float]) -> RoundRecord:
+    return RoundRecord(3, (1.0,) * 3, seconds - 1, seconds, 1, compared=tuple(pair(*one) for one in pairs))
+
+
+def test_a_warning_is_told_once_in_a_while_for_each_worker() -> None:
+    audits = Audits()
+
+    def told(seconds: float, wrong: int) -> str:
+        others = sorted({0, 1, 2} - {wrong})
+        apart = [(*sorted((wrong, other)), 0.5) for other in others]
+        record = record_at(seconds, *apart, (*others, 0.0))  # type: ignore[arg-type]
+        return audits.count(record, None, lambda member_id: f"w{member_id}", "g")
+
+    assert "w1 differs from w0 and w2" in told(0.0, 1)
+    assert told(1.0, 1) == told(9.0, 1) == ""
+    assert "w2 differs" in (other := told(9.5, 2)), "it was not named before"
+    assert "rounding (and in 2 more rounds since the last warning). They" in other
+    assert told(10.5, 1) == ""
+    assert "(and in 1 more round since the last warning)" in told(20.0, 1)
+    assert (audits.differing, audits.wrong) == (6, {1: 5, 2: 1})
+
+
+def test_figures_that_are_not_finite_are_no_numbers_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, log = simple_plan([("a", 7)], BY_NAME["float64"]), tmp_path / "ledger"
+
+    def work(worker: Worker) -> None:
+        worker.agree(plan)
+        data = DataRanges(LENGTH, worker, batch_size=6, seed=5)
+        while not data.finished():
+            weight = float(len(data.take()))
+            worker.push(0, np.full(7, 1e200 * (1 + worker.rank)), weight=weight)  # its square has no room in float64
+            worker.finish_round()
+
+    with Daemon("--workers", "2", "--audit", "1", "--state-dir", str(log)) as daemon, joined(daemon.url, 2) as workers:
+        together(workers, work)
+        assert cli.main(["status", "--json", daemon.url]) == 0
+        found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["groups"]["default"]["audit"]
+        assert cli.main(["status", daemon.url]) == 0
+        assert "a difference that is not finite; " in capsys.readouterr().out
+    assert found["rounds"] == found["differing"] >= 3
+    assert found["largest"] is None
+    assert "relative difference not finite in bucket 'a'" in found["last"]
+    assert cli.main(["ledger", str(log), "--json"]) == 0
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+    audited = [line for line in lines if line["kind"] == "round" and line["audit"]]
+    assert {one["difference"] for line in audited for one in line["audit"]} == {None}
+    assert cli.main(["ledger", str(log), "--round", str(audited[0]["round"])]) == 0
+    assert "not finite" in capsys.readouterr().out
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    assert json_text({"a": (1.5, float("nan")), "b": [{"c": -math.inf}]}) == '{"a": [1.5, null], "b": [{"c": null}]}'
+    with pytest.raises(TypeError):
+        json_text({"a": object()})
+
+
+@pytest.mark.parametrize("policy", ["off", "0.01"])
+def test_liars_cost_no_more_than_the_policy_allows(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, compared = 60, Counter[int]()
+
+    def counted(command: Reduce, repeated: Repeated) -> None:
+        compared[command.key.number] += 1
+        assert len(repeated.rows) <= TOGETHER
+        compare_repeated(command, repeated)
+
+    def lie(worker: Worker) -> float:
+        worker.agree(simple_plan([("a", 4)], FLOAT32))
+        total = 0.0
+        for _ in range(rounds):
+            gradient = np.full(4, 1.0 + worker.rank, np.float32)
+            worker.push(0, gradient, weight=witness_weight(0) if worker.rank else 1.0)
+            worker.finish_round()
+            total += float(gradient[0])
+        return total
+
+    monkeypatch.setattr("gradserver.reducer.compare_repeated", counted)
+    with LocalCluster(5, audit=policy) as cluster:
+        assert cluster.run(lie) == [float(rounds)] * 5
+        assert audit(cluster)["rounds"] == 0
+    assert len(compared) == (0 if policy == "off" else 18), "of 60, 16 and twice the share, about"
+
+
+def test_of_a_round_the_same_contributions_are_compared_in_all_slices() -> None:
+    witnesses, current = Witnesses(0.5), Round(0.0)
+    ids = (1, 3, 4, 6)
+    given = [Contribution(0, 1.0, b"")] + [Contribution(i, witness_weight(0), b"") for i in ids]
+    for start in range(3):
+        rest, repeated = witnesses.sort_out(7, current, given[:1] + given[1 + start :])
+        assert rest == given[:1]
+        found = [] if repeated is None else [one.member_id for one in repeated.rows]
+        assert found == [[0, 1, 3], [0, 3], []][start]
 
 
 # ── shards, restarts, ledger ──────────────────────────────────────────────────────────────────────────

@@ -199,7 +199,7 @@ def test_results_that_some_have_and_others_not_are_handed_on(channel: str, tmp_p
 def only_waits_for_others(group: Group, buckets: int) -> bool:
     """Return whether the daemon waits for nothing but the others, in a round of so many buckets."""
     found = group.daemon.group()["open"]
-    return len(found) == buckets and not any("'w2'" in who for exchange in found for who in exchange["missing"])
+    return len(found) == buckets and not any("'w2'" in name for exchange in found for name in exchange["missing"])
 
 
 def test_a_worker_that_is_killed_too_costs_its_contribution_only(tmp_path: Path) -> None:

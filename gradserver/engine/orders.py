@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from gradserver.engine.order_fields import Departures, Error, Founders, Newcomers, StragglerPolicy
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import known_policy
-from gradserver.protocol.checks import integer
+from gradserver.protocol.checks import integer, number
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.fields import Count, EncodedPlan, Flag, MeanRule, Name, Rank, Ranks, Rates, Seconds, Tokens
@@ -44,7 +44,7 @@ class OpenGroup(RemoteOrder):
     its coordinator, so its members are told the facts that a later coordinator needs. ``nonfinite`` says what becomes
     of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
     membership changes. If control ``grants`` rounds, it says before each which members contribute.
-    Gradients are averaged by the rule ``mean``.
+    Gradients are averaged by the rule ``mean``. The share ``audits`` of the rounds is audited.
     """
 
     group: Name
@@ -64,6 +64,7 @@ class OpenGroup(RemoteOrder):
     steady: Flag = False
     grants: Flag = False
     mean: MeanRule = PLAIN
+    audits: Annotated[float, Field(number(0.0, 1.0))] = 0.0
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""

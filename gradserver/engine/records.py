@@ -251,7 +251,7 @@ def _compared(value: Any) -> tuple[Compared, ...]:
     if len(value) != 2:
         raise MalformedMessageError("a round of which what was compared is not complete")
     ids, sizes = (uncolumn(code, one, 3 * _MAX_COMPARED) for code, one in zip("qd", value, strict=True))
-    if len(ids) != len(sizes) or len(ids) % 3 or min((*ids, *sizes), default=0) < 0:
+    if len(ids) != len(sizes) or len(ids) % 3 or not all(one >= 0 for one in (*ids, *sizes)):
         raise MalformedMessageError("a round of which what was compared does not fit together")
     columns = zip(ids[::3], ids[1::3], ids[2::3], sizes[::3], sizes[1::3], sizes[2::3], strict=True)
     return tuple(Compared(*one) for one in columns)

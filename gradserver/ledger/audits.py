@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradserver.engine.control.audits import verdict
+from gradserver.engine.control.audits import size_of, verdict
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.plan import Plan
 from gradserver.tables import table
@@ -25,7 +25,7 @@ def audited(record: RoundRecord, call: Callable[[int], str], plan: Plan | None) 
     for pair in record.compared:
         bucket = str(pair.part) if plan is None or pair.part >= len(plan.buckets) else plan.buckets[pair.part].key[:40]
         said = "differ" if pair.relative > pair.limit else ""
-        rows.append([call(pair.member_id), call(pair.other), f"{pair.relative:.2g}", f"{pair.limit:.2g}", bucket, said])
+        rows.append([call(pair.member_id), call(pair.other), size_of(pair), f"{pair.limit:.2g}", bucket, said])
     wrong = verdict(record.compared).wrong
     named = f": {call(wrong)} is wrong" if wrong >= 0 else ""
     heads = ["worker", "worker", "difference", "limit", "bucket", ""]

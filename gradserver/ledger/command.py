@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
+from gradserver.json_text import json_text
 from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
@@ -68,10 +68,10 @@ def export(path: str, target: str) -> int:
     try:
         with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             for line in _lines(_read(files, faults), Selection()):
-                out.write(json.dumps(line) + "\n")
+                out.write(json_text(line) + "\n")
                 count += 1
             for fault in faults:
-                out.write(json.dumps({"kind": "damage", "what": fault}) + "\n")
+                out.write(json_text({"kind": "damage", "what": fault}) + "\n")
     except OSError as error:
         raise StateError(f"cannot write {target}: {reason_of(error)}") from error
     damage = f", {len(faults)} places could not be read" if faults else ""
@@ -94,7 +94,7 @@ def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
     if as_json:
         found = 0
         for line in _lines(written, selection):
-            print(json.dumps(line))
+            print(json_text(line))
             found += line["kind"] == "round"
         if not selection.is_all and not found:
             raise _nothing(path, selection, list(_read(files, [])))

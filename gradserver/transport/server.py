@@ -9,7 +9,6 @@ their processes within milliseconds, and for certain.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import select
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from gradserver.json_text import json_text
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, MalformedMessageError
 from gradserver.protocol.limits import MIB
@@ -390,7 +390,7 @@ class TcpServer:
             shown: dict[str, object] = {"url": self.url, "version": __version__}
             if self._unix is not None:
                 shown["shared_memory"] = {"segments": self._unix.segments, "bytes": self._unix.nbytes}
-            self._status = json.dumps(shown | self._runtime.snapshot()).encode()
+            self._status = json_text(shown | self._runtime.snapshot()).encode()
             self._status_due = time.monotonic() + _STATUS_PAUSE * (time.thread_time() - began)
         return self._status
 

@@ -14,11 +14,13 @@ Nothing of an audit is written down before its round. After a restart, those tha
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from gradserver.engine.control.quiet import Quiet
 from gradserver.engine.data_records import Committed
 from gradserver.engine.records import Compared, RoundRecord
 from gradserver.protocol.audits import Audit
@@ -95,6 +97,7 @@ class Audits:
     """The last answer to each witness, by the data's name and member id."""
     _largest: float = 0.0
     _last: str = ""
+    _quiet: Quiet = field(default_factory=Quiet)
 
     # ── samples ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,18 +171,21 @@ class Audits:
         if wrong >= 0:
             self.wrong[wrong] += 1
             others = sorted({i for pair in record.compared for i in (pair.member_id, pair.other)} - {wrong})
-            who = f"{call(wrong)} differs from {' and '.join(map(call, others))}, which agree"
+            finding = f"{call(wrong)} differs from {' and '.join(map(call, others))}, which agree"
             look = "Look at that worker's device, data and loss"
         else:
             self.doubtful.update(ids)
-            who = f"{' and '.join(map(call, ids))} differ"
+            finding = f"{' and '.join(map(call, ids))} differ"
             look = "One of them is wrong, and no third worker tells which: look at their devices, data and losses"
         bucket = plan.buckets[worst.part].key if plan is not None and worst.part < len(plan.buckets) else worst.part
         self._last = (
-            f"round {record.round}: {who}: relative difference {worst.relative:.2g} in bucket {bucket!r}, and "
+            f"round {record.round}: {finding}: relative difference {size_of(worst)} in bucket {bucket!r}, and "
             f"{worst.limit:.2g} at most is rounding"
         )
-        return f"audit of group {group!r}, {self._last}. They computed the same samples. {look}"
+        since = self._quiet.tell(record.completed, ids if wrong < 0 else [wrong])
+        if since is None:
+            return ""
+        return f"audit of group {group!r}, {self._last}{since}. They computed the same samples. {look}"
 
     def describe(self, audit: Audit, names: Sequence[str]) -> dict[str, object]:
         """The counts, as plain JSON values."""
@@ -191,11 +197,16 @@ class Audits:
             "policy": str(audit),
             "rounds": self.rounds,
             "differing": self.differing,
-            "largest": self._largest,
+            "largest": self._largest if math.isfinite(self._largest) else None,
             "wrong": named(self.wrong),
             "doubtful": named(self.doubtful),
             "last": self._last,
         }
+
+
+def size_of(pair: Compared) -> str:
+    """Return the relative difference of a pair, for people."""
+    return f"{pair.relative:.2g}" if math.isfinite(pair.relative) else "not finite"
 
 
 def settled(record: RoundRecord, compared: tuple[Compared, ...]) -> RoundRecord:

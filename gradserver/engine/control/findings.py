@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from gradserver.engine.control.quiet import Quiet
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import RoundRecord
 from gradserver.protocol.plan import Plan
 
-_QUIET_SECONDS: Final = 10.0
-"""Between two warnings: a training that has gone wrong has such gradients in every round."""
 _TOLD: Final = 4
 """Contributions that one warning names."""
 
@@ -28,8 +27,7 @@ class Findings:
 
     rounds: int = 0
     by_id: Counter[int] = field(default_factory=Counter)
-    _quiet_until: float = 0.0
-    _untold: int = 0
+    _quiet: Quiet = field(default_factory=Quiet)
 
     def count(
         self, record: RoundRecord, policy: OnNonFinite, plan: Plan | None, call: Callable[[int], str], group: str
@@ -37,18 +35,15 @@ class Findings:
         """Count those of a round; gives what people are to hear of it, which may be nothing."""
         self.rounds += 1
         self.by_id.update({member_id for member_id, _, _, _ in record.nonfinite})
-        if self.rounds > 1 and record.completed < self._quiet_until:
-            self._untold += 1
+        since = self._quiet.tell(record.completed)
+        if since is None:
             return ""
-        self._quiet_until = record.completed + _QUIET_SECONDS
-        before, self._untold = self._untold, 0
         told = [
             f"{call(member_id)} in {_where(plan, part, first)}"
             for member_id, part, _, first in record.nonfinite[:_TOLD]
         ]
         more = f" and {len(record.nonfinite) - _TOLD} more" if len(record.nonfinite) > _TOLD else ""
         becomes = "no worker applies it" if policy is OnNonFinite.SKIP else "left out of the mean"
-        since = f" (and in {before} more rounds since the last warning)" if before else ""
         what = f"round {record.round} of group {group!r} has NaN or Inf from {', '.join(told)}{more}"
         return f"{what}: {becomes}{since}. Look at that worker's data, loss and learning rate"
 

@@ -8,6 +8,7 @@ themselves before the one is divided by the other (appendix A.1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -16,6 +17,8 @@ from gradserver.engine.figures import OfBucket
 
 _HORIZON: Final = 256
 """Rounds that estimates are smoothed over, once there are as many."""
+_MOST: Final = 1e300
+"""Bound of an estimate: sums over buckets have room in float64."""
 _LEAST: Final = 8
 """Rounds below which no figure is told."""
 
@@ -45,8 +48,10 @@ class Noise:
     by_part: dict[int, Smoothed] = field(default_factory=dict)
 
     def take(self, buckets: Iterable[OfBucket]) -> None:
-        """Add the estimates of a round."""
+        """Add the estimates of a round. Those that are too large to be added up are left out."""
         for one in buckets:
+            if max(abs(one.signal), abs(one.noise)) > _MOST:
+                continue
             self.by_part[one.part] = self.by_part.get(one.part, Smoothed(0, 0.0, 0.0)).after(one)
 
     def restart(self) -> None:
@@ -79,5 +84,8 @@ class Noise:
 
 
 def _ratio(signal: float | None, noise: float | None) -> float | None:
-    """Divide the noise by the signal; None while the estimate of the signal is not above 0."""
-    return noise / signal if signal is not None and noise is not None and signal > 0 and noise >= 0 else None
+    """Divide the noise by the signal; None while the estimate of the signal is not above 0, or next to nothing."""
+    if signal is None or noise is None or signal <= 0 or noise < 0:
+        return None
+    ratio = noise / signal
+    return ratio if math.isfinite(ratio) else None

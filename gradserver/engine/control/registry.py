@@ -165,6 +165,7 @@ class Registry:
             nonfinite=group.nonfinite,
             steady=is_steady(group),
             mean=policy.mean,
+            audits=policy.audit.share,
         )
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:

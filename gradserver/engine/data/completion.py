@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Repeated, Send, make
+from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Send, make
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
@@ -14,7 +14,6 @@ from gradserver.engine.events import Finding
 from gradserver.engine.figures import figures_of
 from gradserver.engine.policy import HALT, PROPAGATE
 from gradserver.engine.reports import Behind, RoundCompleted
-from gradserver.protocol.audits import WITNESS_WEIGHT, holder_of
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, unasked_cost
 from gradserver.protocol.means import PLAIN
@@ -36,7 +35,8 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     ]
     repeated = None
     if operation.op is _MEAN and weighed and exchange.key.stream == BUCKET:
-        contributions, repeated = _without_witnesses(contributions)
+        number = exchange.key.number
+        contributions, repeated = group.witnesses.sort_out(number, group.rounds[number], contributions)
     present = [contribution for contribution in contributions if contribution.payload is not None]
     if not weighed and operation.kind not in _GIVEN_BY_ALL:
         contributions = present
@@ -92,19 +92,6 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
     effects.reduce(reduction)
-
-
-def _without_witnesses(given: list[Contribution]) -> tuple[list[Contribution], Repeated | None]:
-    """Return the contributions that count, and those of witnesses with the holder's that they repeat."""
-    for one in given:
-        if one.weight < WITNESS_WEIGHT and (holder := holder_of(one.weight)) >= 0:
-            break
-    else:
-        return given, None
-    witnesses = [one for one in given if holder_of(one.weight) == holder]
-    rest = [one for one in given if holder_of(one.weight) < 0]
-    rows = [one for one in rest if one.member_id == holder] + witnesses
-    return rest, Repeated(rows, []) if len(rows) > 1 else None
 
 
 def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:

@@ -17,6 +17,7 @@ from gradserver.engine.data.rounds import Hashing, Rounds
 from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
 from gradserver.engine.data.traffic import Traffic
+from gradserver.engine.data.witnesses import Witnesses
 from gradserver.engine.figures import Sampling
 from gradserver.engine.orders import OpenGroup
 from gradserver.protocol.digest import places
@@ -70,6 +71,7 @@ class Group:
     stragglers: Stragglers = field(default_factory=Stragglers)
     traffic: Traffic = field(init=False)
     listeners: Listeners = field(init=False)
+    witnesses: Witnesses = field(init=False)
     _is_steady: bool = field(init=False)
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
@@ -78,6 +80,7 @@ class Group:
         self._is_steady = self.order.steady
         self.traffic = Traffic(self.members.identities, self.order.credit)
         self.listeners = Listeners(self.order.backlog)
+        self.witnesses = Witnesses(self.order.audits)
         if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
             self.listeners.begin(self.members.present, 0)
 

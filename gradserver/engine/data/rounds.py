@@ -96,6 +96,8 @@ class Round:
     """Contributions that were not finite, by member id and bucket: number of slices, and the first element, or -1."""
     compared: dict[tuple[int, int, int], tuple[float, float]] | None = None
     """Differences of contributions of the same samples, by two member ids and the bucket."""
+    together: tuple[int, ...] | None = None
+    """Members with contributions that are compared, as a round is audited; None before any claims to be a witness."""
 
     tallies: dict[int, Tally] = field(default_factory=dict)
     """Comparisons of contributions, by bucket."""
@@ -191,6 +193,10 @@ class Round:
         before, first = found.get((member_id, part), (0, element))
         known = [one for one in (first, element) if one >= 0]
         found[member_id, part] = before + slices, min(known, default=-1)
+
+    def compare_together(self, member_ids: Iterable[int]) -> None:
+        """Compare the contributions of these members to all slices, as being of the same samples."""
+        self.together = tuple(member_ids)
 
     def repeat(self, part: int, found: Iterable[tuple[int, int, float, float]]) -> None:
         """Add the differences of contributions to some slices of bucket ``part``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gradserver.json_text import json_text
 from gradserver.tables import counted
 from gradserver.tools.bench import machine
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
@@ -110,7 +110,7 @@ class Session:
 
     def document(self, command: list[str], settings: dict[str, Any]) -> str:
         """Format all results as JSON."""
-        return json.dumps(
+        return json_text(
             {
                 "suite": self.suite,
                 "date": self._began.isoformat(timespec="seconds"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from gradserver.json_text import json_text
 from gradserver.tools.bench import machine
 from gradserver.tools.common.processes import RunError, available_cores, ended_by_signals
 
@@ -44,5 +44,5 @@ def carry_out(trainings: Iterable[Finished], as_json: bool) -> int:
         return 130
     if as_json:
         document = {"machine": machine.describe(), "versions": machine.versions()}
-        print(json.dumps({**document, "runs": [one.to_json() for one in finished]}, indent=2))
+        print(json_text({**document, "runs": [one.to_json() for one in finished]}, indent=2))
     return 0 if all(one.is_same for one in finished) else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradserver.arguments import add_seconds, mean, number
+from gradserver.json_text import json_text
 from gradserver.protocol.limits import MAX_SHARDS
 from gradserver.protocol.means import PLAIN
 from gradserver.tools.chaos.schedule import DEFAULT, KILLS, SPECS, Event, Schedule, Way, draw
@@ -227,7 +227,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         wrongs.append(f"only {result['kills']} workers were killed, fewer than {arguments.kills}")
     view.conclude(result, wrongs, folder)
     if arguments.json:
-        print(json.dumps({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
+        print(json_text({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
     return not wrongs
 
 

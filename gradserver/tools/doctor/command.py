@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable
 
+from gradserver.json_text import json_text
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.offers import Offer
 from gradserver.protocol.url import parse_target
@@ -67,5 +67,5 @@ def _examined(arguments: argparse.Namespace, told: Callable[[], Offer]) -> int:
     devices.examine(report, offer, copies=not arguments.no_rates)
     found = link.examine(report, url, measures=not arguments.no_rates) if url else link.Found(here=True)
     planes.examine(report, offer, found.status, found.here)
-    print(json.dumps(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
+    print(json_text(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
     return report.status
