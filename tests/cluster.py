@@ -46,6 +46,8 @@ PATIENCE = 30.0
 """Seconds after which an expected event will not happen any more."""
 STARTED_WITHIN = 90.0
 """The same for several programs that load torch at once, on machines that may be busy."""
+BUSY = 15.0
+"""Seconds that a busy machine may add to what is promised: less than `PATIENCE`, and than the workers' timeout."""
 TIMEOUT = 20.0
 """The workers' own timeout, unless a test is about it. It is shorter, so that an error with names comes first."""
 

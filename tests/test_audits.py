@@ -36,6 +36,7 @@ from gradserver.protocol.plan_codecs import with_codec
 from gradserver.repeated import compare_repeated
 from gradserver.worker.client import Worker
 from tests.cluster import Daemon, joined, together
+from tests.seeded import seeded
 
 torch.set_num_threads(1)
 LENGTH, NUMEL = 60, 300_000
@@ -254,8 +255,7 @@ def test_a_training_with_a_loader_that_reads_ahead_is_audited(num_workers: int) 
     losses: list[float] = []
 
     def train(worker: Worker) -> list[float]:
-        torch.manual_seed(3)
-        model = DistributedDataParallel(nn.Linear(3, 1), worker)
+        model = DistributedDataParallel(seeded(3, lambda: nn.Linear(3, 1)), worker)
         data = DataRanges(LENGTH, worker, batch_size=4, seed=17)
         job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), data=data)
         for inputs, _ in job.batches(dataset, epochs=2, num_workers=num_workers):

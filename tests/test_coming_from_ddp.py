@@ -7,7 +7,6 @@ import io
 import logging
 import pickle
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from gradserver import DistributedDataParallel, LocalCluster, Worker
 from gradserver.worker.planes import staging
 from tests.cluster import AMONG_MEMBERS
 from tests.fake_device import FakeDevice, checked
+from tests.seeded import seeded
 
 PAGE = Path(gradserver.__file__).resolve().parent.parent / "docs" / "coming-from-ddp.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
-_GENERATOR = threading.Lock()
 
 Check = Callable[[], None]
 CHECKS: dict[str, Check] = {}
@@ -79,9 +78,7 @@ def both(work: Callable[[Worker], Any], **options: Any) -> list[Any]:
 
 
 def network(rank: int = 0) -> nn.Sequential:
-    with _GENERATOR:  # there is one for all threads
-        torch.manual_seed(rank)
-        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    return seeded(rank, lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
 
 
 def batch(rank: int, size: int = 6) -> torch.Tensor:

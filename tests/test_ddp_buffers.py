@@ -15,6 +15,7 @@ from gradserver.worker.client import Worker
 from tests.cluster import AMONG_MEMBERS, PATIENCE, Gather, together
 from tests.models import Convolutional, images, loss_of
 from tests.replicas import on, same
+from tests.seeded import seeded
 
 torch.set_num_threads(1)
 
@@ -118,8 +119,7 @@ def test_what_the_lowest_rank_changes_reaches_all_and_what_others_change_is_undo
     workers = gather(3)
 
     def work(worker: Worker) -> list[dict[str, Tensor]]:
-        torch.manual_seed(worker.rank)
-        model = DistributedDataParallel(Counting(), worker)
+        model = DistributedDataParallel(seeded(worker.rank, Counting), worker)
         module: Any = model.module
         history = []
         for number in range(4):

@@ -19,7 +19,7 @@ from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import Daemon, coordinator, joined, members, together, wait_until
+from tests.cluster import BUSY, Daemon, coordinator, joined, members, together, wait_until
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, STEPS, WORLD, alone
 from tests.models import Transformer, loss_of, state_of, tokens
@@ -27,7 +27,7 @@ from tests.replicas import ROWS, distance, reference, same, sgd
 from tests.test_ledger import rounds_of
 
 PROGRAM = Path(__file__).with_name("direct_training.py")
-GOES_ON_WITHIN = 3.0 + 4.0
+GOES_ON_WITHIN = 3.0 + BUSY
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
 
 

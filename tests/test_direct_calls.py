@@ -23,10 +23,10 @@ from gradserver.worker.planes import calls as calls_module, transfers as transfe
 from gradserver.worker.planes.calls import DirectCalls
 from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.transfers import DirectTransfers
-from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, errors, members, together
+from tests.cluster import BUSY, PATIENCE, STARTED_WITHIN, Daemon, Program, errors, members, together
 
 PROGRAM = Path(__file__).with_name("direct_calls_program.py")
-GOES_ON_WITHIN = 3.0 + 4.0
+GOES_ON_WITHIN = 3.0 + BUSY
 """From a death to the end of its call: what is promised, and what a machine that has other things to do may add."""
 N = 300
 """Elements of each rank's part: no multiple of anything."""

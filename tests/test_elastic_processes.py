@@ -11,13 +11,13 @@ import torch
 from gradserver import daemon
 from gradserver.cli import main
 from gradserver.engine.policy import Lateness, Policy
-from tests.cluster import Daemon, joined, wait_until
+from tests.cluster import BUSY, Daemon, joined, wait_until
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, VICTIM, WORLD, alone
 from tests.replicas import distance
 
 PROGRAM = Path(__file__).with_name("elastic_training.py")
-GOES_ON_WITHIN = 1.0 + 4.0
+GOES_ON_WITHIN = 1.0 + BUSY
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
 
 

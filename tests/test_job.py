@@ -36,6 +36,7 @@ from gradserver.worker.tree import Packed, pack
 from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, wait_until
 from tests.job_training import EPOCHS, ROUNDS, SAMPLES, Run, train
 from tests.replicas import alone, on, same
+from tests.seeded import seeded
 from tests.test_checkpoint import largest_file, names
 
 torch.set_num_threads(1)
@@ -264,8 +265,7 @@ def test_stop_and_save_need_a_place(tmp_path: Path) -> None:
 
 def job_of(worker: Worker, seed: int = 0, **options: Any) -> Job:
     """Return a job without data."""
-    torch.manual_seed(seed)
-    model = DistributedDataParallel(nn.Linear(2, 1), worker)
+    model = DistributedDataParallel(seeded(seed, lambda: nn.Linear(2, 1)), worker)
     return Job(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
 
 

@@ -149,8 +149,9 @@ def test_a_folder_that_cannot_be_written_is_named(script: Write, tmp_path: Path)
 
 def test_a_terminal_shows_colours_and_interrupts(script: Write) -> None:
     train = script(
-        "print('ready', sys.stdin.read() == '')\n"
-        "try: time.sleep(60)\n"
+        "try:\n"
+        "    print('ready', sys.stdin.read() == '')\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt: print('interrupted'); raise\n"
     )
     controller, terminal = pty.openpty()

@@ -25,6 +25,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.job.job import Job
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import AMONG_MEMBERS, Daemon, Gather, joined, together, wait_until
+from tests.seeded import seeded
 
 SLICE = 262_144
 """Elements of float32."""
@@ -286,8 +287,7 @@ def loss_of(model: nn.Module, rank: int, step: int, bad: bool) -> torch.Tensor:
 
 
 def train(worker: Worker, bad: Callable[[int, int], bool]) -> tuple[list[bool], list[bool], bytes, int]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(module(), worker)
+    model = DistributedDataParallel(seeded(0, module), worker)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     skipped, left_out = [], []
     for step in range(6):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +35,7 @@ from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import Daemon, coordinator, joined, members, together, wait_until
 from tests.examples import examples
 from tests.replicas import on
+from tests.seeded import seeded
 
 torch.set_num_threads(1)
 KEY = ExchangeKey(0, 0, 0)
@@ -263,17 +263,12 @@ def test_late_workers_have_the_norm_of_the_mean_that_came(options: tuple[str, ..
 # ── clipping ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-_seeding = threading.Lock()
-
-
 def batch(seed: int) -> torch.Tensor:
     return torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
 
 
 def model_of(worker: Worker, **options: Any) -> DistributedDataParallel:
-    with _seeding:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 3))
+    module = seeded(0, lambda: nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 3)))
     return DistributedDataParallel(module, worker, bucket_cap_mb=0.01, **options)
 
 

@@ -10,12 +10,16 @@ import torch
 
 import gradserver
 from gradserver.protocol.errors import OutlierError
+from tests.seeded import seeded
+
+
+def small() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
 
 
 def model_of(worker: gradserver.Worker, seed: int = 0) -> tuple[Any, torch.nn.Module]:
     """Wrap a small model."""
-    torch.manual_seed(seed)
-    module = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+    module = seeded(seed, small)
     return gradserver.DistributedDataParallel(module, worker), module
 
 
@@ -137,8 +141,7 @@ def test_noise_scale_is_that_of_the_gradients_of_single_samples(wire: str) -> No
     with gradserver.LocalCluster(3, wire=wire) as cluster:
         cluster.run(work)
         group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.ReLU(), torch.nn.Linear(40, 4))
+    module = seeded(0, small)
     inputs = torch.randn(4096, 20, generator=torch.Generator().manual_seed(5))
     targets = (inputs[:, :4] * 3).softmax(1)
 

@@ -235,7 +235,7 @@ def test_a_frozen_worker_is_left_out_when_the_coordinator_is_killed(tmp_path: Pa
         daemon, workers = holding(stack, tmp_path, "tcp", 5.0)
         workers[VICTIM].send_signal(signal.SIGSTOP)
         daemon = restarted(stack, daemon, tmp_path)
-        wait_until(lambda: len(daemon.group()["members"]) == WORLD - 1, "the others go on", 10.0)
+        wait_until(lambda: len(daemon.group()["members"]) == WORLD - 1, "the others go on")
 
 
 def holding(stack: ExitStack, directory: Path, channel: str, seconds: float) -> tuple[Daemon, list[Program]]:

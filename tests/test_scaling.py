@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ import gradserver
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from tests.cluster import STARTED_WITHIN, Program, coordinator, joined, together
+from tests.seeded import seeded
 from tests.training import digest
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,9 +29,6 @@ pytestmark = pytest.mark.timeout(300)
 WORLD, STEPS, BATCH = 2, 40, 32
 INITIAL_SCALE = 2.0**28
 """So large that the first steps overflow."""
-
-_seeding = threading.Lock()
-"""Torch has one generator for all threads."""
 
 
 class Trained(NamedTuple):
@@ -42,10 +39,12 @@ class Trained(NamedTuple):
     weights: str
 
 
+def layers() -> list[nn.Module]:
+    return [nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+
+
 def model() -> nn.Module:
-    with _seeding:
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    return seeded(7, lambda: nn.Sequential(*layers()))
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,6 +51,7 @@ from gradserver.status import fetch, render, survey
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import (
+    BUSY,
     STARTED_WITHIN,
     Daemon,
     Program,
@@ -64,7 +65,7 @@ from tests.cluster import (
 from tests.strangers import Stranger, impostor, plain_server
 from tests.training import RECIPES
 
-TOLD_WITHIN = 3.0
+TOLD_WITHIN = 3.0 + BUSY
 
 LARGE = 300_000
 """Elements of float32 that are shared among the shards."""

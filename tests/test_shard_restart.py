@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import Daemon, Program, wait_until
+from tests.cluster import BUSY, Daemon, Program, wait_until
 from tests.long_run_program import LEADER
 from tests.test_restart import Group
 from tests.test_shard_processes import Shard, children_of
@@ -21,8 +21,8 @@ from tests.test_shard_processes import Shard, children_of
 MEMBER = Path(__file__).with_name("long_run_program.py")
 CHILDREN = ("--shards", "3")
 ALLOWED = ("--allow-shards",)
-NOTICED = 10.0
-"""Seconds until a frozen shard is lost (3) and another process is started (1), on a busy machine."""
+NOTICED = 3.0 + 1.0 + BUSY
+"""Seconds until a frozen shard is lost, and another process is started."""
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import STARTED_WITHIN, Daemon, Program, joined, together, wait_until
+from tests.cluster import BUSY, STARTED_WITHIN, Daemon, Program, joined, together, wait_until
 from tests.test_subgroups import sub, summed
 
 PROGRAM = Path(__file__).with_name("subgroup_program.py")
 WORLD, VICTIM = 4, 2
-GOES_ON_WITHIN = 1.0 + 4.0
+GOES_ON_WITHIN = 1.0 + BUSY
 """From a death to the next collective without it: what is promised, and what a busy machine may add."""
 
 

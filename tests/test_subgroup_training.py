@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,18 +19,15 @@ from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
 from tests.cluster import Daemon, Program, coordinator, joined, members, together
 from tests.replicas import distance, same
+from tests.seeded import seeded
 from tests.test_shard_processes import children_of
 
 STEPS = 4
 HIDDEN = 96
-_seeding = threading.Lock()
-"""Held while a model is made: all threads draw from one generator."""
 
 
 def model(seed: int) -> nn.Module:
-    with _seeding:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(16, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 4))
+    return seeded(seed, lambda: nn.Sequential(nn.Linear(16, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 4)))
 
 
 def batch(member: int, step: int) -> torch.Tensor:

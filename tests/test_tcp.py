@@ -26,11 +26,11 @@ from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.tcp import TcpChannel
-from tests.cluster import Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
+from tests.cluster import BUSY, Daemon, Program, Task, coordinator, errors, joined, together, wait_until, worker_program
 
-DEATH_IS_NOTICED_WITHIN = 3.0
+DEATH_IS_NOTICED_WITHIN = 1.0 + BUSY
 """Seconds in which survivors hear of a process that was killed."""
-SILENCE_IS_NOTICED_WITHIN = 4.0
+SILENCE_IS_NOTICED_WITHIN = 3.0 + BUSY
 """Seconds in which they hear of one that is frozen."""
 
 

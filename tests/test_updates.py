@@ -24,6 +24,7 @@ from gradserver.worker.client import Worker
 from tests.cluster import wait_until
 from tests.models import Convolutional, Transformer, images, loss_of, optimizer_state, state_of, tokens
 from tests.replicas import distance, gradients, same, sgd
+from tests.seeded import seeded
 
 torch.set_num_threads(1)
 
@@ -49,8 +50,7 @@ class Course:
         """Functions that ranks call before their backward of a step."""
 
     def train(self, worker: Worker, steps: int = 12) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(self.make(), worker, **self.options)
+        model = DistributedDataParallel(seeded(0, self.make), worker, **self.options)
         optimizer = sgd(model)
         rank = worker.rank
         for step in range(steps):
@@ -82,8 +82,7 @@ class Course:
 
     def check(self, world: int) -> None:
         """Check that all had the same bits after each update, and that each update is the mean of its round's."""
-        torch.manual_seed(0)
-        module = self.make()
+        module = seeded(0, self.make)
         optimizer = sgd(module)
         assert sorted(self.given) == sorted(self.had)
         for number in sorted(self.given):
@@ -185,8 +184,7 @@ def test_gradients_that_were_accumulated_wait_for_their_round_as_a_whole() -> No
 
 def test_buffers_are_those_of_a_member_of_the_round_and_the_same_everywhere() -> None:
     def train(worker: Worker) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = DistributedDataParallel(Convolutional(1), worker)
+        model = DistributedDataParallel(seeded(0, lambda: Convolutional(1)), worker)
         optimizer = sgd(model)
         with model.join(optimizer):
             for step in range(8):
@@ -238,8 +236,7 @@ Used = list[tuple[int, list[int]]]
 def linear_job(worker: Worker, /, epochs: int, **options: Any) -> tuple[Job, list[Tensor], Used]:
     """Train on 64 samples, and return the job, its state, and what this worker used."""
     data = TensorDataset(torch.arange(64).float().unsqueeze(1) / 64, torch.arange(64))
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(1, 1), worker)
+    model = DistributedDataParallel(seeded(0, lambda: nn.Linear(1, 1)), worker)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = ShardSampler.for_worker(data, worker, seed=3, uneven="keep")
     job = Job(model, optimizer, data=sampler, **options)
