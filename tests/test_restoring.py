@@ -11,7 +11,7 @@ from gradserver.engine import Engine, declared
 from gradserver.engine.commands import Log, Send
 from gradserver.engine.control.access import Access
 from gradserver.engine.declared import Kind
-from gradserver.engine.events import Received, Restored
+from gradserver.engine.events import Received, Restored, Tick
 from gradserver.engine.policy import Lateness, OnNonFinite, OnOutlier, Policy
 from gradserver.engine.records import (
     Boundary,
@@ -337,3 +337,17 @@ def test_the_ledger_shows_one_life_of_a_group_that_survived_and_no_secret(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {"kind": "durable", "group": "g"}.items() <= next(x for x in lines if x["kind"] == "durable").items()
     assert SECRET not in json.dumps(lines)
+
+
+def test_members_that_do_not_come_back_are_given_up_while_data_shards_start(tmp_path: Path) -> None:
+    durable = Durable("g", SECRET, (1.0, 1.0))
+    write(tmp_path, FOUNDED[0], durable, *FOUNDED[2:], round_record(0))
+    found, _ = engine(tmp_path, Policy(1, 4))
+    group = found.control.groups["g"]
+
+    found.handle(Received(7, Resume("g", 1, group.token(1), 1, "")), 5.0)
+    assert group.shards.lacking, "no shard has enlisted"
+    assert group.sessions.away == {0: 5.0 + group.policy.missing}
+    found.handle(Tick(), 5.0 + group.policy.missing)
+    assert list(group.members.by_id) == [1]
+    found.validate()

@@ -173,9 +173,13 @@ def resume(registry: Registry, group: Group, message: Resume, connection: int, n
     group.plans.withdraw(member_id)
     turns.departed(group, member_id, effects)
     effects.order(Attach(group.name, member_id, connection))
-    if not group.shards.lacking and (group.shards or not group.recovery.is_open):
+    if (
+        group.shards.lacking
+    ):  # the recovery begins when others take their places: members that are gone are known by then
+        group.sessions.hurry(now + group.policy.missing)
+    elif group.shards or not group.recovery.is_open:
         recovery.begin(registry, group, generation, now, effects)
-    elif not group.shards.lacking:
+    else:
         group.sessions.hurry(now + group.policy.missing)  # all of them may have been away since the recovery began
         effects.send(connection, Resumed(registry.incarnation, group.recovery.generation, group.shards.urls))
     for news in group.members.news:  # it never heard of those before it had entered, and is to hear of pending ones
