@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,8 @@ _LIMIT: Final = 240.0
 _KINDS: Final = ("wrong", "double", "lost", "diverged", "fault")
 
 DIRECT: Final = "worker/planes/direct.py"
+OUTER: Final = "worker/local_sgd/outer.py"
+AVERAGING: Final = "worker/local_sgd/averaging.py"
 RESULTS: Final = "gradserver/engine/data/completion.py"
 COMPLETE: Final = "    present = [contribution for contribution in contributions if contribution.payload is not None]\n"
 """The place where the contributions to some slices are known, and not yet summed."""
@@ -65,7 +68,7 @@ class Change:
 class Mutant:
     """A fault: its name, what it does, the kinds of findings by which it may be found, and the text that makes it.
 
-    It shows when one of ``events`` happens, on the ``plane``.
+    It shows when one of ``events`` happens, on the ``plane``, with further ``options`` of chaos.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Mutant:
     changes: tuple[Change, ...]
     events: str = _EVENTS
     plane: str = "auto"
+    options: tuple[str, ...] = ()
 
 
 def _before_the_sum(text: str) -> Change:
@@ -311,6 +315,57 @@ MUTANTS: Final = (
         events="kill,midpush",
         plane="direct",
     ),
+    Mutant(
+        "momentum",
+        "the outer optimizer rounds once where it should twice, at everybody",
+        ("wrong",),
+        (
+            Change(
+                OUTER,
+                "            velocity.mul_(momentum).add_(gradient)\n",
+                "            velocity.copy_(velocity.double().mul_(momentum).add_(gradient))\n",
+            ),
+        ),
+        events="kill,slow",
+        options=("--local", "nesterov"),
+    ),
+    Mutant(
+        "forgotten-momentum",
+        "a worker that joins gets no momentum of the outer optimizer",
+        ("diverged",),
+        (Change(AVERAGING, '        self._outer.load_state_dict(state["optimizer"])\n', ""),),
+        events="kill,join",
+        options=("--local", "nesterov", "--fragments", "2"),
+    ),
+    Mutant(
+        "not-owed",
+        "what a lossy encoding of a contribution has lost is forgotten now and then",
+        ("wrong",),
+        (
+            Change(
+                "worker/member/coder.py",
+                "        return self._feedback.encode(codec, start, stop, values,",
+                "        if self._key.number % 8 == 3:\n            self._feedback.residual[start:stop] = 0\n"
+                "        return self._feedback.encode(codec, start, stop, values,",
+            ),
+        ),
+        events="kill,slow",
+        options=("--wire", "int8"),
+    ),
+    Mutant(
+        "mean-not-owed",
+        "what the encoding of a mean has lost is forgotten in every second round",
+        ("wrong",),
+        (
+            Change(
+                "gradserver/lossy.py",
+                " if self._is_owed else 0\n",
+                " if self._is_owed and self._next % 2 == 0 else 0\n",
+            ),
+        ),
+        events="kill,slow",
+        options=("--wire", "topk:0.05", "--local", "average"),
+    ),
 )
 
 
@@ -321,10 +376,10 @@ def copy(folder: Path) -> None:
         shutil.copytree(ROOT / package, folder / package, symlinks=True, ignore=ignored)
 
 
-def run_chaos(folder: Path, events: str, plane: str = "auto") -> dict[str, Any]:
+def run_chaos(folder: Path, events: str, plane: str = "auto", options: Sequence[str] = ()) -> dict[str, Any]:
     """Return what chaos says of the copy in ``folder`` when ``events`` happen; under "broken" why it could not run."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events, "--plane", plane]
+    command = [sys.executable, "-P", "-m", "gradserver", *CHAOS, "--events", events, "--plane", plane, *options]
     try:
         ran = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT
@@ -364,7 +419,8 @@ def main(names: list[str]) -> int:
             try:
                 for change in mutant.changes if mutant else ():
                     change.make(folder)
-                result = run_chaos(folder, mutant.events, mutant.plane) if mutant else run_chaos(folder, _EVENTS)
+                run = (mutant.events, mutant.plane, mutant.options) if mutant else (_EVENTS,)
+                result = run_chaos(folder, *run)
                 reason = why_not(mutant, result)
             except PlantError as error:
                 result, reason = {}, f"cannot be planted: {error}"

@@ -147,7 +147,23 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["chaos", "--mean", "krum:2", "--workers", "7"]) == 2
     assert "--mean krum:2 needs 7 workers, and one more that can be lost: --workers 8" in capsys.readouterr().err
     assert main(["chaos", "--mean", "median", "--plane", "direct"]) == 2
-    assert "--mean median requires --plane auto" in capsys.readouterr().err
+    text = "--plane direct is not possible with --mean median: libraries that reduce among workers only add up. Leave"
+    assert text in capsys.readouterr().err
+    for mode in ("bounded", "async"):
+        assert main(["chaos", "--mode", mode, "--plane", "hierarchical"]) == 2
+        text = f"--plane hierarchical is not possible with --mode {mode}: workers that reduce among themselves wait for"
+        assert text in capsys.readouterr().err
+    assert main(["chaos", "--local", "nesterov", "--plane", "direct"]) == 2
+    assert "--plane direct is not possible with --local: the coordinator makes these means" in capsys.readouterr().err
+    assert main(["chaos", "--wire", "int8", "--plane", "direct"]) == 2
+    assert "--plane direct is not possible with --wire int8" in capsys.readouterr().err
+    assert main(["chaos", "--local", "average", "--mode", "async"]) == 2
+    assert "--local is not possible with --mode async" in capsys.readouterr().err
+    assert main(["chaos", "--fragments", "2"]) == 2
+    assert "--fragments requires --local average or --local nesterov" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["chaos", "--wire", "int7"])
+    assert "there is no codec 'int7'" in capsys.readouterr().err
     (tmp_path / "something").touch()
     assert main(["chaos", "--keep", str(tmp_path)]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
@@ -161,6 +177,29 @@ def test_deaths_are_survived_with_a_robust_mean(rule: str) -> None:
     ran = subprocess.run([*command, *storm], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert json.loads(ran.stdout)["mean"] == rule
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "workload",
+    [
+        ["--local", "nesterov"],
+        ["--local", "nesterov", "--fragments", "2", "--wire", "int8"],
+        ["--local", "average", "--shards", "2"],
+        ["--wire", "topk:0.05"],
+        ["--wire", "int8", "--shards", "2"],
+        ["--wire", "bf16", "--mode", "async"],
+    ],
+    ids=" ".join,
+)
+def test_storms_are_survived_with_local_sgd_and_lossy_wires(workload: list[str]) -> None:
+    command = [sys.executable, "-m", "gradserver", "chaos", *workload, "--workers", "4", "--json"]
+    storm = ["--seconds", "25", "--every", "0.8", "--events", "kill,midpush,slow,join", "--coordinator-kill", "6"]
+    ran = subprocess.run([*command, *storm, "--least", "5"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    result = json.loads(ran.stdout)
+    assert result["rounds"] > 30
+    assert result["events_by_kind"]["coordinator"] >= 1
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from gradserver.reducer import reduce
 from gradserver.tools.chaos import generator, recount, tally
 from gradserver.tools.chaos.explain import People
 from gradserver.tools.chaos.oracle import LAG, PATIENCE, Oracle
+from gradserver.tools.chaos.workload import Workload
 
 Array = np.ndarray[Any, Any]
 Rows = dict[int, Array]
@@ -82,7 +83,7 @@ class World:
     """Rule that the oracle goes by, if it is another one."""
 
     def judged(self, rounds: int = ROUNDS) -> Oracle:
-        oracle = Oracle(SEED, 1, self.said or self.rule)
+        oracle = Oracle(Workload(SEED, 1, self.said or self.rule))
         first = NAMES if self.joins < 0 else NAMES[:-1]
         for dated in (Group("default", len(NAMES), 20.0), Epoch("default", 1, 0, tuple(enumerate(first)), "complete")):
             oracle.take(Dated(0.0, dated))
@@ -385,7 +386,7 @@ def test_a_worker_that_finishes_a_round_twice() -> None:
 
 
 def test_a_worker_that_never_comes_to_contribute() -> None:
-    oracle = Oracle(SEED)
+    oracle = Oracle(Workload(SEED))
     line = {"kind": "replayed", "name": "eve", "rank": 1, "results": [1, 2, 3, 4], "weights": 1, "at": 9.0}
     for number in range(PATIENCE + 5):
         oracle.hear({**line, "round": number})

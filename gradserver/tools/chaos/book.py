@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import NamedTuple
 
 from gradserver.engine.records import RoundRecord
-from gradserver.tools.chaos import generator, tally
+from gradserver.tools.chaos import tally
+from gradserver.tools.chaos.contributions import Wired
 from gradserver.tools.chaos.evidence import Met, Report
 from gradserver.tools.chaos.explain import Account, People
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -29,9 +26,9 @@ class Book:
     met: dict[str, Met] = field(default_factory=dict)
     """Results of these collectives, by name."""
 
-    def people(self, seed: int, number: int) -> People:
-        """Return the possible contributors, without those of weight 0."""
-        weighty = {name for name in (*self.began, *self.reports) if generator.weight(seed, name, number)}
+    def people(self, counts: Callable[[str], bool]) -> People:
+        """Return the possible contributors of which the contribution ``counts``: it has a weight above 0."""
+        weighty = {name for name in (*self.began, *self.reports) if counts(name)}
         finished = sorted(self.reports.values(), key=lambda report: report.rank)
         sure = tuple(report.name for report in finished if report.gave and report.name in weighty)
         ranks = [self.began[name][0] if name in self.began else -1 for name in sure]
@@ -112,5 +109,32 @@ class Settled(NamedTuple):
     reported: frozenset[str]
 
 
-Found = list[tuple[Array, Account]]
+class Disk:
+    """The coordinator's disk: the times at which it was full, so that the ledger may lack records."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[float, float]] = []
+        self._full: list[float] = []
+        """Times from which on it may have been full without a record of it in the ledger."""
+
+    def fill(self, at: float) -> None:
+        """Note that it is full from now on."""
+        self._full.append(at)
+
+    def took_again(self, since: float, at: float) -> None:
+        """Note that it has taken records again, and none since."""
+        self._gaps.append((since, at))
+        self._full = [one for one in self._full if one > at]
+
+    def began_anew(self, at: float) -> None:
+        """Note a new coordinator: the one before may have ended before it could record that it could not write."""
+        self._gaps += [(one, at) for one in self._full if one < at]
+        self._full = [one for one in self._full if one > at]
+
+    def was_full(self, start: float, stop: float) -> bool:
+        """Return whether it was full at any time from ``start`` to ``stop``, so that records may be missing."""
+        return any(since - 1 < stop and start < until + 1 for since, until in self._gaps)
+
+
+Found = list[tuple[Wired, Account]]
 """Mean of each bucket, and its contributors."""

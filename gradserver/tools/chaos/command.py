@@ -1,4 +1,4 @@
-"""`gradserver chaos`: its options, and a run from the first process to the verdict."""
+"""`gradserver chaos`: a run from the first process to the verdict."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradserver.arguments import add_seconds, mean, number
 from gradserver.json_text import json_text
-from gradserver.protocol.limits import MAX_SHARDS
-from gradserver.protocol.means import PLAIN
-from gradserver.tools.chaos.schedule import DEFAULT, KILLS, SPECS, Event, Schedule, Way, draw
+from gradserver.protocol.planes import AUTO
+from gradserver.tools.chaos.options import add_arguments, complete, why_not
+from gradserver.tools.chaos.schedule import KILLS, SPECS, Event, Schedule, Way, draw
+from gradserver.tools.chaos.workload import Workload
+
+__all__ = ["add_arguments", "run"]
 
 if TYPE_CHECKING:
     from gradserver.tools.chaos.fleet import Fleet
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
 
 _LINK_RATE = 1.25e9
 """Rate of the emulated hosts' links, in bytes a second: as fast as possible."""
-_STALENESS = 4
-"""Bound of the staleness in mode "bounded", by default."""
-_NEEDS_WIRES = frozenset({"reset", "midcall", "throttle"})
 _TICK = 0.25
 _LATE_SECONDS = 0.2
 """Delay of an event above which all later events are delayed, too."""
@@ -36,123 +35,12 @@ _RETURN_SECONDS = 20.0
 """Time after the end of a run in which workers can still come back."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the description and the options to `parser`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = (
-        "Run a coordinator and workers as processes of this machine, and inject faults that are drawn from a seed.\n"
-        "An oracle recomputes every round: each result must be, bit by bit, the mean of the contributions, and the\n"
-        "same at all members."
-    )
-    kinds = "\n".join(f"  {name:12}{spec.brief}" for name, spec in SPECS.items())
-    default = ", ".join(DEFAULT)
-    parser.epilog = (
-        f"events (by default {default}, and with --shards also shard):\n{kinds}\n\n"
-        f"Exit status: 0 if no fault was found, 1 if one was found, 2 if the run could not begin."
-    )
-    parser.add_argument(
-        "--workers", type=number(int, 2, 256), default=8, metavar="N", help="number of workers (default 8)"
-    )
-    add_seconds(parser, "--seconds", 10, 1e6, "length of the run (default 60)", 60.0)
-    parser.add_argument(
-        "--seed", type=number(int, 0, 2**63 - 1), default=7, metavar="X", help="seed of the events (default 7)"
-    )
-    parser.add_argument("--events", type=_kinds, metavar="KIND,…", help="kinds of events to draw from")
-    add_seconds(parser, "--every", 0.05, 3600, "mean time between two events, in seconds (default 0.3)", 0.3)
-    add_seconds(parser, "--coordinator-kill", 1, 1e6, "also kill the coordinator every S seconds")
-    text = (
-        "minimum time between two events that make all workers wait (freeze, partition, coordinator, shard), in "
-        "seconds; otherwise their times add up (default 0)"
-    )
-    add_seconds(parser, "--apart", 0, 3600, text, 0.0)
-    parser.add_argument(
-        "--shards", type=number(int, 1, MAX_SHARDS), default=1, metavar="S", help="number of data shards (default 1)"
-    )
-    add_seconds(parser, "--pace", 0, 60, "time that a worker computes in each round, in seconds (default 0.05)", 0.05)
-    add_seconds(
-        parser, "--stall", 0.5, 3600, "a longer time without a finished round is a fault, in seconds (default 15)", 15.0
-    )
-    parser.add_argument(
-        "--plane",
-        choices=("auto", "direct", "hierarchical"),
-        default="auto",
-        help="direct: workers reduce gradients among themselves, with gloo. hierarchical: they do so on each of two "
-        "emulated hosts, of which one worker exchanges with the coordinator (default: the coordinator reduces them)",
-    )
-    parser.add_argument(
-        "--mode",
-        choices=("sync", "bounded", "async"),
-        default="sync",
-        help="mode of the group's rounds, as of gradserver serve (default sync)",
-    )
-    parser.add_argument(
-        "--staleness",
-        type=number(int, 0, 1_000_000),
-        metavar="S",
-        help="with --mode bounded or async: most updates by which a contribution is late. More is a fault (bounded: 4)",
-    )
-    parser.add_argument(
-        "--mean",
-        type=mean,
-        default=PLAIN,
-        metavar="RULE",
-        help="rule by which gradients are averaged, as of gradserver serve: median, trimmed:B, clipped:C, krum:F "
-        "(default plain)",
-    )
-    parser.add_argument(
-        "--netns",
-        action="store_true",
-        help="give each worker a network namespace of its own, which a partition disconnects; requires root",
-    )
-    parser.add_argument(
-        "--least",
-        type=_least,
-        default={},
-        metavar="N|KIND=N,…",
-        help="minimum number of events that took effect, in all and by kind, such as 100,kill=5,shard=2; with fewer "
-        "the run fails (default 0)",
-    )
-    parser.add_argument(
-        "--kills",
-        type=number(int, 1, 1_000_000),
-        default=0,
-        metavar="N",
-        help="end the events when N workers have been killed (kill, midpush); with fewer in --seconds the run fails",
-    )
-    parser.add_argument("--stop-at-fault", action="store_true", help="end the run when a fault is found")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="write ledger, logs and reports to DIR, and keep them")
-    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run chaos. Return 0 if no fault was found, 1 if one was found, 2 if the run could not begin."""
     from gradserver.tools.common.processes import RunError, ended_by_signals
 
-    if arguments.events is None:
-        kinds = (*DEFAULT, "shard") if arguments.shards > 1 else DEFAULT
-        arguments.events = [kind for kind in kinds if not (kind in _NEEDS_WIRES and arguments.netns)]
-    if arguments.mode == "bounded" and arguments.staleness is None:
-        arguments.staleness = _STALENESS
-    if arguments.mean.is_robust and (text := _why_not_robust(arguments)):
-        print(f"gradserver chaos: --mean {arguments.mean} {text}", file=sys.stderr)
-        return 2
-    if arguments.mode != "sync" and arguments.plane != "auto":
-        print(f"gradserver chaos: --plane {arguments.plane} requires --mode sync", file=sys.stderr)
-        return 2
-    if arguments.mode == "sync" and arguments.staleness is not None:
-        print("gradserver chaos: --staleness requires --mode bounded or async", file=sys.stderr)
-        return 2
-    if "shard" in arguments.events and arguments.shards == 1:
-        print("gradserver chaos: the event shard requires a further data shard: --shards 2", file=sys.stderr)
-        return 2
-    if arguments.kills and not KILLS.intersection(arguments.events):
-        print("gradserver chaos: --kills requires the event kill or midpush", file=sys.stderr)
-        return 2
-    if arguments.netns and (reason := _why_no_hosts(arguments.events)) is not None:
-        print(f"gradserver chaos: {reason}", file=sys.stderr)
-        return 2
-    if unasked := [kind for kind in arguments.least if kind and kind not in _possible(arguments)]:
-        text = f"--least names {', '.join(unasked)}, which is not among --events {','.join(arguments.events)}"
+    complete(arguments)
+    if text := why_not(arguments):
         print(f"gradserver chaos: {text}", file=sys.stderr)
         return 2
     folder = arguments.keep
@@ -202,8 +90,8 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     _write_plan(folder / "plan.txt", schedule)
     with ExitStack() as stack:
         lab = stack.enter_context(_hosts(names)) if arguments.netns else None
-        settings = folder, arguments.seed, names, minimum, arguments.shards, arguments.pace, lab, arguments.plane
-        fleet = stack.enter_context(Fleet(*settings, serve=_mode(arguments), mean=str(arguments.mean)))
+        settings = folder, _workload(arguments), names, minimum, arguments.pace, lab, arguments.plane
+        fleet = stack.enter_context(Fleet(*settings, serve=_mode(arguments)))
         fleet.begin()
         fleet.start_judge()
         fleet.note("begun")
@@ -216,7 +104,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
         result = report.summary(course.done, course.missed, verdict, fleet.outs, fleet.back, faults, use)
     wrongs = report.wrongs(result, arguments.stall) + ([f"{len(faults)} surprises"] if faults else [])
     wrongs += report.too_few(result, arguments.least)
-    if arguments.plane != "auto" and not result["ways"].get("direct"):
+    if arguments.plane != AUTO and not result["ways"].get("direct"):
         wrongs.append("the workers reduced no round among themselves")
     stale = [int(late) for late in result["staleness"]]
     if arguments.staleness is not None and stale and max(stale) > arguments.staleness:
@@ -229,14 +117,6 @@ def _run(arguments: argparse.Namespace, folder: Path) -> bool:
     if arguments.json:
         print(json_text({**_settings(arguments), **result, "passed": not wrongs, "failed_because": wrongs}))
     return not wrongs
-
-
-def _why_not_robust(arguments: argparse.Namespace) -> str | None:
-    if arguments.plane != "auto":
-        return "requires --plane auto: libraries that reduce among workers only add up"
-    if (needs := arguments.mean.needs) >= arguments.workers:
-        return f"needs {needs} workers, and one more that can be lost: --workers {needs + 1}"
-    return None
 
 
 class _Course:
@@ -311,15 +191,6 @@ class _FaultFoundError(Exception):
     """A fault was found, so that the run can end."""
 
 
-def _why_no_hosts(kinds: list[str]) -> str | None:
-    from gradserver.tools.common import netns
-
-    lacking = [kind for kind in kinds if kind in _NEEDS_WIRES]
-    if lacking:
-        return f"{', '.join(lacking)} cannot be injected with --netns: leave it out of --events"
-    return netns.why_not()
-
-
 def _hosts(ways: dict[str, Way]) -> AbstractContextManager[Lab]:
     from gradserver.tools.common.netns import links
 
@@ -339,29 +210,13 @@ def _write_plan(path: Path, schedule: Schedule) -> None:
     path.write_text("".join(lines))
 
 
-def _kinds(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in SPECS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not an event; the events are {', '.join(SPECS)}")
-    return names
+def _workload(arguments: argparse.Namespace) -> Workload:
+    """Return what workers exchange."""
+    from gradserver.tools.chaos.generator import BITS
 
-
-def _least(text: str) -> dict[str, int]:
-    """Parse the minimum number of events of each kind, and of all kinds under the name ""."""
-    found = {}
-    for part in text.split(","):
-        kind, _, count = part.rpartition("=")
-        if kind and kind not in SPECS:
-            raise argparse.ArgumentTypeError(f"{kind!r} is not an event; the events are {', '.join(SPECS)}")
-        if not count.isdecimal():
-            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor KIND=N, as in 100,kill=5")
-        found[kind] = int(count)
-    return found
-
-
-def _possible(arguments: argparse.Namespace) -> set[str]:
-    return {*arguments.events, *(("coordinator",) if arguments.coordinator_kill else ())}
+    seed = arguments.seed | BITS[arguments.plane]
+    local = arguments.local or "", arguments.fragments, arguments.wire
+    return Workload(seed, arguments.shards, str(arguments.mean), *local)
 
 
 def _mode(arguments: argparse.Namespace) -> list[str]:
@@ -385,6 +240,9 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "plane",
         "mode",
         "staleness",
+        "local",
+        "fragments",
+        "wire",
         "kills",
     )
     given = {name: getattr(arguments, name) for name in own}

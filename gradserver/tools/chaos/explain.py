@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from gradserver.protocol.shards import Share
 from gradserver.tools.chaos import generator, recount
+from gradserver.tools.chaos.contributions import Contributions, Means, Wired
 from gradserver.tools.chaos.recount import Cut, Row
+from gradserver.tools.chaos.workload import Bucket, Workload
 
 Array = npt.NDArray[Any]
 
@@ -25,36 +27,44 @@ _TRIES: Final = 6000
 
 
 class Case(NamedTuple):
-    """One bucket of one round; ``made`` keeps the contributions that were generated for it, by name and round."""
+    """One bucket of one round.
 
-    seed: int
+    Attributes:
+        workload: the workload of the run.
+        number: the round.
+        bucket: the bucket.
+        contributions: makes the contributions to it.
+        means: makes their means.
+        owed: what the coordinator can owe to this one: each is tried.
+    """
+
+    workload: Workload
     number: int
-    part: int
-    share: Share
-    made: dict[tuple[str, int], Array]
-    rule: str = recount.PLAIN
-    """Rule of the mean."""
+    bucket: Bucket
+    contributions: Contributions
+    means: Means
+    owed: Sequence[Array]
+
+    @property
+    def share(self) -> Share:
+        """The bucket's slices."""
+        return self.bucket.share
 
     def given(self, name: str, number: int | None = None) -> Row:
         """Make a worker's contribution to the bucket, in this round or in another one."""
-        key = name, self.number if number is None else number
-        if key not in self.made:
-            self.made[key] = generator.values(self.seed, *key, self.part)
-        return name, generator.weight(self.seed, name, self.number), self.made[key]
+        made = self.contributions.given(name, self.number if number is None else number, self.bucket)
+        return name, self.contributions.weight(name, self.number), made.values
 
-    def result(self, rows: Sequence[Row], cut: Cut) -> Array:
-        """Compute the mean of these rows."""
-        return recount.bucket(self.share, rows, cut, generator.SIZES[self.part], self.rule)
-
-    def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Array | None:
+    def fits(self, rows: Sequence[Row], cut: Cut, seen: int) -> Wired | None:
         """Compute the mean of these rows, in one step or by levels. Return None if its fingerprint is not ``seen``."""
-        result = self.result(rows, cut)
-        if generator.fingerprint([result]) == seen:
-            return result
-        if not self.seed & generator.LEVELED or cut:  # a round of which a part counts went over the coordinator
+        for owed in self.owed:
+            result = self.means.made(self.bucket, self.number, rows, cut, owed)
+            if generator.fingerprint([result.values]) == seen:
+                return result
+        if not self.workload.seed & generator.LEVELED or cut:  # one of which a part counts went over the coordinator
             return None
-        leveled = recount.leveled(rows, generator.SIZES[self.part])
-        return leveled if generator.fingerprint([leveled]) == seen else None
+        leveled = recount.leveled(rows, self.bucket.size)
+        return Wired(leveled) if generator.fingerprint([leveled]) == seen else None
 
     def parts_of(self, others: Sequence[str]) -> Iterator[dict[str, frozenset[int]]]:
         """List the parts that ``others`` can have contributed before they were lost; the whole comes first."""
@@ -75,6 +85,11 @@ class Account(NamedTuple):
         if name not in self.order:
             return 0
         return len(self.cut[name]) if name in self.cut else whole
+
+
+def slices_of(name: str, buckets: Sequence[Bucket], accounts: Sequence[Account]) -> list[int]:
+    """Count the slices of ``name`` that counted in each bucket."""
+    return [account.slices(name, bucket.slices) for bucket, account in zip(buckets, accounts, strict=True)]
 
 
 class People(NamedTuple):
@@ -101,7 +116,7 @@ class People(NamedTuple):
         return tuple(order)
 
 
-def search(case: Case, people: People, seen: int, before: Sequence[str] | None = None) -> tuple[Array, Account] | None:
+def search(case: Case, people: People, seen: int, before: Sequence[str] | None = None) -> tuple[Wired, Account] | None:
     """Search a mean with the fingerprint ``seen``, of all sure workers and some of the others, in full or in part.
 
     A lost worker can have contributed to one bucket and not to the next. The order ``before``, which fitted the last

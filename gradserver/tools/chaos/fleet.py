@@ -13,21 +13,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from gradserver.tools.chaos import generator
+from gradserver.protocol.planes import AUTO
 from gradserver.tools.chaos.evidence import HEARD, LEDGER
 from gradserver.tools.chaos.program import Settings
 from gradserver.tools.chaos.schedule import Way
 from gradserver.tools.chaos.uses import Use, use_of
+from gradserver.tools.chaos.workload import Workload
 from gradserver.tools.common.forks import ForkServer
 from gradserver.tools.common.netns import Lab
 from gradserver.tools.common.processes import Child, Family, RunError, Starter, listening_url, single_threaded
 
 SILENCE: Final = 60.0
 """Seconds in which a started process must print its first line."""
-_IMPORTS: Final = ("gradserver.tools.chaos.directly", "gradserver.worker.connect")
-"""Imports of a worker that reduces gradients with others: torch takes seconds, and more on a busy machine."""
 _IMPORTED: Final = 300.0
-"""Seconds in which they must be imported."""
+"""Seconds in which workers' imports must be done: torch takes seconds, and more on a busy machine."""
 COORDINATOR: Final = ("-m", "gradserver")
 """Arguments with which Python runs a coordinator."""
 DONE: Final = "done"
@@ -66,29 +65,28 @@ class Fleet(Family):
     def __init__(
         self,
         folder: Path,
-        seed: int,
+        workload: Workload,
         ways: dict[str, Way],
         minimum: int,
-        shards: int,
         pace: float,
         lab: Lab | None = None,
-        plane: str = "auto",
+        plane: str = AUTO,
         serve: Sequence[str] = (),
-        mean: str = "plain",
     ) -> None:
         super().__init__(folder, single_threaded())
         self.lab = lab
         self.hosts = {name: host for host, name in enumerate(n for n, way in ways.items() if way is Way.WIRE)}
         """Hosts of the workers in a lab that can be disconnected; all others are on the coordinator's."""
-        self._seed = seed | generator.BITS[plane]
-        self._ways, self._pace, self._shards, self.plane = ways, pace, shards, plane
-        self._serve, self._mean = (*serve, "--mean", mean), mean
+        self._workload = workload
+        self._ways, self._pace, self.plane = ways, pace, plane
+        self._serve = "--shards", str(workload.shards), "--mean", workload.mean, *serve
         """Further options of the coordinator."""
-        self._sizes = f"{minimum}:{len(ways) + 2}"
+        self._minimum, self._sizes = minimum, f"{minimum}:{len(ways) + 2}"
         self._forks: ForkServer | None = None
         """Origin of the workers' processes, if these import torch."""
-        if plane != "auto" and lab is None:
-            self._forks = ForkServer(_IMPORTS, self._environment, folder / "forks.log")
+        if (plane != AUTO or workload.is_local) and lab is None:
+            own = f"gradserver.tools.chaos.{'locally' if workload.is_local else 'directly'}"
+            self._forks = ForkServer((own, "gradserver.worker.connect"), self._environment, folder / "forks.log")
         self._heard = (folder / HEARD).open("wb", buffering=0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -142,7 +140,7 @@ class Fleet(Family):
                 raise RunError(f"{lacking} did not come in; the logs are in {self.folder}\n" + "\n".join(self.faults))
 
     def _start_coordinator(self, address: str) -> None:
-        options = ["--workers", self._sizes, "--shards", str(self._shards), "--state-dir", str(self.folder / LEDGER)]
+        options = ["--workers", self._sizes, "--state-dir", str(self.folder / LEDGER)]
         child = self._start("coordinator", *COORDINATOR, "serve", "--bind", f"tcp://{address}", *options, *self._serve)
         if address == self._address:
             return  # at the address of before: no process has to be told, and none waits for it
@@ -154,7 +152,7 @@ class Fleet(Family):
         way = self._ways.get(name, Way.DIRECT)
         url = f"tcp://127.0.0.1:{self._ports[name]}" if name in self._ports else self._url
         channel = "auto" if way is Way.DIRECT else "tcp"
-        settings = Settings(url, name, self._seed, channel, 20.0, self._pace, world, self.plane)
+        settings = Settings(url, name, self._workload.to_json(), channel, 20.0, self._pace, world, self.plane)
         starter = self._forks.start if self._forks is not None else None
         self._start(name, "-m", "gradserver.tools.chaos.program", settings.to_json(), starter=starter)
 
@@ -280,6 +278,13 @@ class Fleet(Family):
         child = self._by_name.get(name)
         return child if child is not None and child.process.poll() is None else None
 
+    def can_spare(self, name: str) -> bool:
+        """Tell whether the group survives without this worker: enough others are members, and back from their events.
+
+        On a busy machine they come back later than the schedule allows for.
+        """
+        return len(self._inside.difference(self._hit, {name})) >= self._minimum
+
     def after(self, seconds: float, do: Callable[[], None]) -> None:
         """Call ``do`` after ``seconds``."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._number), do))
@@ -334,7 +339,7 @@ class Fleet(Family):
 
     def start_judge(self) -> None:
         """Start the oracle, which follows the run."""
-        arguments = (str(self.folder), str(self._seed), str(self._shards), self._mean)
+        arguments = str(self.folder), self._workload.to_json()
         self._judge = self._start("judge", "-m", "gradserver.tools.chaos.judge", *arguments)
 
     _judge: Child

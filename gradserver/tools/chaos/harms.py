@@ -70,10 +70,12 @@ class Harms:
         }
 
     def do(self, event: Event) -> bool:
-        """Inject an event. Return False if its target does not run. Whether it takes effect shows later."""
+        """Inject an event, unless its target does not run or is needed. Return whether; an effect shows later."""
         kind, name = event.kind, event.target
         spec = SPECS[kind]
         if spec.target == "worker" and self._fleet.running(name) is None:
+            return False
+        if spec.out and not self._fleet.can_spare(name):
             return False
         self._fleet.note("event", event=kind, target=name, amount=event.amount)
         if spec.out and kind != "midcall":

@@ -1,4 +1,4 @@
-"""The oracle as a process that follows a run: ``python -m gradserver.tools.chaos.judge FOLDER SEED SHARDS MEAN``.
+"""The oracle as a process that follows a run: ``python -m gradserver.tools.chaos.judge FOLDER WORKLOAD``.
 
 It runs beside the run, at a low priority. It prints its progress as a line of JSON every few seconds. When it reads
 ``end`` on standard input, it checks the rest and prints its verdict.
@@ -16,6 +16,7 @@ from typing import Any
 
 from gradserver.tools.chaos.evidence import HEARD, LEDGER, HeardTail, LedgerTail
 from gradserver.tools.chaos.oracle import Oracle
+from gradserver.tools.chaos.workload import Workload
 
 _EVERY_SECONDS = 2.0
 _SETTLED = 5.0
@@ -27,8 +28,8 @@ _LOOK, _LEAST = 15.0, 4.0
 class Judge:
     """Reader that feeds the oracle with the files of a run."""
 
-    def __init__(self, folder: Path, seed: int, shards: int, rule: str) -> None:
-        self.oracle = Oracle(seed, shards, rule)
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self.oracle = Oracle(workload)
         self._ledger, self._heard = LedgerTail(folder / LEDGER), HeardTail(folder / HEARD)
         self._spans: dict[str, float] = {}
         """Times at which the run's parts began."""
@@ -135,8 +136,8 @@ def _rate(moments: list[float], start: float | None, stop: float | None) -> floa
 def main() -> int:
     """Follow a run until its end."""
     os.nice(10)
-    folder, seed, shards, rule = sys.argv[1:]
-    judge = Judge(Path(folder), int(seed), int(shards), rule)
+    folder, workload = sys.argv[1:]
+    judge = Judge(Path(folder), Workload.from_json(workload))
     while not select.select([sys.stdin], [], [], _EVERY_SECONDS)[0]:
         judge.follow()
         print(json.dumps(judge.progress()), flush=True)

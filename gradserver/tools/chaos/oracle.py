@@ -25,17 +25,15 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from gradserver.engine.journal_state import Dated
-from gradserver.engine.records import Closed, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
+from gradserver.engine.records import Epoch, Gap, Group, Halt, Round, RoundRecord, Start
 from gradserver.tools.chaos import generator, recount
-from gradserver.tools.chaos.book import Book, Found, Settled
+from gradserver.tools.chaos.book import Book, Disk, Found, Settled
+from gradserver.tools.chaos.contributions import Contributions, Means
 from gradserver.tools.chaos.evidence import Met, Report
-from gradserver.tools.chaos.explain import Account, Case, People, explain, search
-
-Array = npt.NDArray[Any]
+from gradserver.tools.chaos.explain import Account, Case, People, explain, search, slices_of
+from gradserver.tools.chaos.replica import Replica
+from gradserver.tools.chaos.workload import EXACT, Bucket, Workload
 
 _GROUP: Final = "default"
 """Group of the workers."""
@@ -70,19 +68,20 @@ class Oracle:
         longest: longest time without a finished round, and its beginning.
     """
 
-    def __init__(self, seed: int, shards: int = 1, rule: str = recount.PLAIN) -> None:
-        self._seed, self._rule = seed, rule
-        self._shares = recount.shares(shards, rule)
-        self._whole = [share.layout.count for share in self._shares]
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._replica = Replica(workload)
+        self._contributions, self._means = Contributions(workload, self._replica), Means(workload)
+        self._is_lost = False
+        """True behind a result that is no mean, if later ones follow from it: they are only compared."""
         self._books: dict[int, Book] = {}
         self._attached: dict[int, list[tuple[int, str]]] = {}
         """Names of each member id in the ledger, with the round from which on each has it."""
-        self._gaps: list[tuple[float, float]] = []
-        self._full: list[float] = []
-        """Times from which on the disk may have been full without a record of it in the ledger."""
+        self._disk = Disk()
         self._next = 0
         self._newest = -1
-        self._weights: list[Array] | None = [np.zeros(size, np.float32) for size in generator.SIZES]
+        self._knows_weights = True
+        """False behind weights that do not follow from the means."""
         self._settled: dict[int, Settled] = {}
         self._digests: dict[int, tuple[int, ...]] = {}
         """Digests of each bucket's result that the ledger must have."""
@@ -119,15 +118,11 @@ class Oracle:
             case Round(_, _, found):
                 self._take_round(found)
             case Gap(_, since):
-                self._gaps.append((since, dated.clock))
-                self._full = [at for at in self._full if at > dated.clock]
-            case Start():  # a coordinator that could not write may have ended before it could record that
-                self._gaps += [(at, dated.clock) for at in self._full if at < dated.clock]
-                self._full = [at for at in self._full if at > dated.clock]
+                self._disk.took_again(since, dated.clock)
+            case Start():
+                self._disk.began_anew(dated.clock)
             case Halt(_, _, number, error, reason):
                 self._say("lost", f"the group was halted in round {number}: {error}: {reason}")
-            case Closed(_, _, rounds, reason) if rounds:
-                pass
             case _:
                 pass
 
@@ -142,8 +137,12 @@ class Oracle:
                 self._book(line["round"]).meets.add(line["name"])
             case "met" if line["round"] >= self._next:
                 self._book(line["round"]).met[line["name"]] = Met.of(line)
+            case "entered":
+                self._contributions.join(line["name"], line["round"])
+            case "event" if line["event"] in ("coordinator", "shard"):
+                self._means.lose(line["at"])
             case "full":
-                self._full.append(line["at"])
+                self._disk.fill(line["at"])
             case "fault":
                 self._say("fault", f"{line['name']}: {line['text']}")
             case _:
@@ -201,21 +200,33 @@ class Oracle:
             self.ways[way] += 1
             if "and" in way:
                 self._say("diverged", f"round {number}: it was {way}, at different members")
-        people = book.people(self._seed, number)
-        seen = self._agreed(number, book.reports)
-        cases = [Case(self._seed, number, part, share, {}, self._rule) for part, share in enumerate(self._shares)]
-        found = self._account_for(cases, people, seen)
-        means = [mean for mean, _ in found] if found is not None else None
+        people = book.people(lambda name: self._contributions.counts(name, number))
+        buckets, (_, moment) = self._workload.buckets(number), book.moments()
+        seen = self._agreed(number, len(buckets), book.reports)
+        makers = self._contributions, self._means
+        cases = [Case(self._workload, number, one, *makers, self._means.owes(one, moment)) for one in buckets]
+        found = None if self._is_lost else self._account_for(cases, people, seen)
         accounts = [account for _, account in found] if found is not None else None
-        self._count(people, accounts)
+        self._count(people, buckets, accounts)
         self._audit(number, book, people, cases, found)
         self._check_meeting(number, book)
-        weights = self._step(number, means, book.reports)
+        weights = self._step(number, found, book.reports)
         whole = {name for name in people.sure if found is not None}
-        whole |= {name for name in people.perhaps if accounts and self._slices(name, accounts) == self._whole}
+        slices = [bucket.slices for bucket in buckets]
+        whole |= {name for name in people.perhaps if accounts and slices_of(name, buckets, accounts) == slices}
         self._settled[number] = Settled(seen, weights, frozenset(whole), frozenset(book.reports))
         self._settled.pop(number - _REMEMBERED, None)
         self._digests.pop(number - _REMEMBERED, None)
+        self._end(number, people, cases, found)
+
+    def _end(self, number: int, people: People, cases: Sequence[Case], found: Found | None) -> None:
+        """Follow what is owed behind the round. Without its means that is not known."""
+        for case, (made, _) in zip(cases, found or (), strict=False):
+            self._means.end(case.bucket, made)
+        self._contributions.end(number, (*people.sure, *people.perhaps))
+        follows = self._workload.is_local or self._workload.wire != EXACT
+        is_known = found is not None and (self._knows_weights or not self._workload.is_local)
+        self._is_lost |= follows and bool(people.sure) and not is_known
 
     def _note_completion(self, book: Book) -> None:
         """Note when the round was finished, by the ledger, or by the first worker that finished it."""
@@ -226,10 +237,10 @@ class Oracle:
             self.longest = max(self.longest, (min(moments) - self.completions[-1], self.completions[-1]))
         self.completions.append(min(moments))
 
-    def _agreed(self, number: int, reports: Mapping[str, Report]) -> tuple[int, ...]:
+    def _agreed(self, number: int, buckets: int, reports: Mapping[str, Report]) -> tuple[int, ...]:
         """Return the results of the majority, by bucket. All members must have the same."""
         agreed = []
-        for part in range(len(generator.SIZES)) if reports else ():
+        for part in range(buckets) if reports else ():
             by_name = {name: report.results[part] for name, report in reports.items()}
             agreed.append(self._compare(number, f"bucket {part}", by_name))
         return tuple(agreed)
@@ -248,7 +259,7 @@ class Oracle:
             self._say("diverged", f"round {number}: results of {name} are not those of the others")
         elif settled.weights and report.weights != settled.weights:
             self._say("diverged", f"round {number}: weights of {name} are not those of the others")
-        elif report.gave and name not in settled.whole and generator.weight(self._seed, name, number):
+        elif report.gave and name not in settled.whole and self._contributions.counts(name, number):
             self._say("lost", f"round {number}: {name} took part to its end, late, and did not count in full")
 
     # ── contributors, as results show ─────────────────────────────────────────────────────────────────────
@@ -263,26 +274,23 @@ class Oracle:
                 if self.found.total() < _TOLD:
                     strangers = sorted(self._known.difference(people.sure, people.perhaps))
                     kind, text = explain(case, people, strangers, one)
-                self._say(kind, f"round {case.number}, bucket {case.part}: members got {text}")
+                self._say(kind, f"round {case.number}, bucket {case.bucket.place}: members got {text}")
                 return None
             found.append(fit)
         return found or None
 
-    def _slices(self, name: str, accounts: Sequence[Account]) -> list[int]:
-        """Count the slices of ``name`` that counted in each bucket."""
-        return [account.slices(name, whole) for account, whole in zip(accounts, self._whole, strict=True)]
-
-    def _count(self, people: People, accounts: Sequence[Account] | None) -> None:
+    def _count(self, people: People, buckets: Sequence[Bucket], accounts: Sequence[Account] | None) -> None:
         """Count contributions."""
         self.expected += len(people.sure)
         self.counted += len(people.sure) if accounts is not None else 0
+        whole = [bucket.slices for bucket in buckets]
         for name in people.perhaps if accounts is not None else ():
-            slices = self._slices(name, accounts or ())
+            slices = slices_of(name, buckets, accounts or ())
             if not any(slices) and self._coming_in[name]:
                 continue  # it was lost before anything of it could count
             self.expected += 1
-            self.counted += slices == self._whole
-            self.cut += any(slices) and slices != self._whole
+            self.counted += slices == whole
+            self.cut += any(slices) and slices != whole
 
     # ── comparison with the ledger ────────────────────────────────────────────────────────────────────────
 
@@ -290,16 +298,17 @@ class Oracle:
         """Compare the ledger with the results of members."""
         record, (begun, done) = book.record, book.moments()
         if record is None:
-            if self._was_full(done, done):
+            if self._disk.was_full(done, done):
                 self.unwritten += 1
             else:
                 self._say("lost", f"the ledger has no round {number}")
             return
-        if not record.results and self._was_full(begun, done):
+        if not record.results and self._disk.was_full(begun, done):
             self.unwritten += 1
             return  # a restarted coordinator cannot know of workers that came meanwhile
         self._audit_people(number, record, people, None if found is None else [account for _, account in found])
-        if found is not None and record.section != DIRECT_SECTION:  # the coordinator has not seen those gradients
+        is_direct = self._workload.seed & generator.COARSE and record.section == DIRECT_SECTION
+        if found is not None and not is_direct:  # of a direct round the coordinator has not seen the gradients
             self._audit_digests(number, record, cases, found)
 
     def _audit_people(
@@ -307,17 +316,19 @@ class Oracle:
     ) -> None:
         cut = {(member_id, part): slices for member_id, part, slices in record.cut}
         departed = {member_id for member_id, _, _ in record.cut}
-        parts = range(len(self._whole))
+        buckets = self._workload.buckets(number)
+        whole = [bucket.slices for bucket in buckets]
         said: dict[str, tuple[float, list[int]]] = {}
         for member_id, weight in enumerate(record.weights):
             if weight > 0:
-                slices = [cut.get((member_id, part), 0) for part in parts] if member_id in departed else self._whole
-                said[self._name(member_id, number)] = weight, slices
-        made = dict.fromkeys(people.sure, self._whole)
+                slices = [cut.get((member_id, one.part), 0) for one in buckets] if member_id in departed else whole
+                if any(slices) or not self._workload.is_local:  # of local SGD the word before the means can be all
+                    said[self._name(member_id, number)] = weight, slices
+        made = dict.fromkeys(people.sure, whole)
         if accounts is not None:
-            made |= {name: slices for name in people.perhaps if any(slices := self._slices(name, accounts))}
+            made |= {name: slices for name in people.perhaps if any(slices := slices_of(name, buckets, accounts))}
         for name in sorted(said.keys() | made.keys()):
-            due = generator.weight(self._seed, name, number)
+            due = self._contributions.weight(name, number)
             if name not in said:
                 what = "took part to its end and is missing" if name in people.sure else "is missing, but it counted"
                 self._say("lost", f"round {number}, in the ledger: {name} {what}")
@@ -334,23 +345,21 @@ class Oracle:
 
     def _audit_digests(self, number: int, record: RoundRecord, cases: Sequence[Case], found: Found) -> None:
         if record.results:
-            own = [
-                recount.ledger_digest(mean, case.part, case.share) for case, (mean, _) in zip(cases, found, strict=True)
-            ]
-            self._digests[number] = tuple(own)
-            for part, (made, told) in enumerate(zip(own, record.results, strict=True)):
-                if made != told:
-                    self._say(
-                        "wrong",
-                        f"round {number}, bucket {part}: the ledger has digest {told:016x} instead of {made:016x}",
-                    )
-        if not record.inputs:
+            own = [made.digest(case.bucket) for case, (made, _) in zip(cases, found, strict=True)]
+            told = [record.results[case.bucket.place] for case in cases]
+            if not self._workload.is_local:  # of which the word before the means is in no report
+                self._digests[number] = tuple(own)
+            for case, made, said in zip(cases, own, told, strict=True):
+                if made != said:
+                    text = f"the ledger has digest {said:016x} instead of {made:016x}"
+                    self._say("wrong", f"round {number}, bucket {case.bucket.place}: {text}")
+        if not record.inputs or self._workload.is_local:
             return
         inputs: Counter[str] = Counter()
         for case, (_, account) in zip(cases, found, strict=True):
             for name in account.order:
-                _, _, row = case.given(name)
-                inputs[name] += recount.ledger_digest(row, case.part, case.share, account.cut.get(name))
+                given = self._contributions.given(name, number, case.bucket)
+                inputs[name] += given.digest(case.bucket, account.cut.get(name))
         for member_id, weight in enumerate(record.weights):
             name = self._name(member_id, number)
             if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[member_id]:
@@ -361,10 +370,6 @@ class Oracle:
         names = [name for since, name in self._attached.get(member_id, ()) if since <= number + 1]
         return names[-1] if names else f"member {member_id}"
 
-    def _was_full(self, start: float, stop: float) -> bool:
-        """Return whether the disk was full at any time from ``start`` to ``stop``, so that records may be missing."""
-        return any(since - 1 < stop and start < until + 1 for since, until in self._gaps)
-
     # ── collectives and weights ───────────────────────────────────────────────────────────────────────────
 
     def _check_meeting(self, number: int, book: Book) -> None:
@@ -374,19 +379,17 @@ class Oracle:
         for text in book.wrong_collectives(number):
             self._say("fault", f"behind round {number}{text}")
 
-    def _step(self, number: int, means: Sequence[Array] | None, reports: Mapping[str, Report]) -> int:
+    def _step(self, number: int, found: Found | None, reports: Mapping[str, Report]) -> int:
         """Check the weights after the round. Return those of the majority, 0 if none were reported."""
         told = {name: report.weights for name, report in reports.items()}
         agreed = self._compare(number, "weights", told) if told else 0
-        if means is None:
-            self._weights = None
-        if self._weights is None or means is None:
+        self._knows_weights &= found is not None
+        if not self._knows_weights:
             return agreed
-        for weights, result in zip(self._weights, means, strict=True):
-            weights -= result * generator.STEP
-        if agreed and agreed != generator.fingerprint(self._weights):
-            self._say("wrong", f"round {number}: weights are not those before it minus 0.01 times the mean")
-            self._weights = None
+        self._replica.step(number, [made.values for made, _ in found or ()])
+        if agreed and agreed != self._replica.fingerprint():
+            self._say("wrong", f"round {number}: weights are not {self._replica.rule}")
+            self._knows_weights = False
         return agreed
 
     def _say(self, kind: str, text: str) -> None:

@@ -1,7 +1,7 @@
 """One worker of a chaos run, which trains until told to end: ``python -m gradserver.tools.chaos.program SETTINGS``.
 
-Its model is one vector for each bucket. A round moves it by 0.01 of the mean of the generated contributions. It prints
-lines of `gradserver.tools.chaos.evidence`, and takes these on standard input:
+Its model is four vectors. A round moves them by 0.01 of the mean of the generated contributions, or as the outer
+optimizer of local SGD has it. It prints lines of `gradserver.tools.chaos.evidence`, and takes these on standard input:
 
     leave        finish the round, leave, and end
     slow S T     take S seconds longer for each round, for T seconds
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ import zmq
 import gradserver
 from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
 from gradserver.tools.chaos import generator, tally
+from gradserver.tools.chaos.exchange import Exchange, Reduced, directly
+from gradserver.tools.chaos.workload import Workload
 from gradserver.tools.common.as_json import AsJson
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class Settings(AsJson):
     """Settings of one worker.
 
     Attributes:
+        workload: what workers exchange (`gradserver.tools.chaos.workload`), as JSON.
         pace: time that it computes in each round, in seconds.
         world: number of workers that begin the group; 0 for a worker that joins later.
         plane: "direct" to reduce gradients among the workers, with gloo; "hierarchical" to do so on each of two hosts;
@@ -62,7 +65,7 @@ class Settings(AsJson):
 
     url: str
     name: str
-    seed: int
+    workload: str
     channel: str
     timeout: float
     pace: float
@@ -70,52 +73,12 @@ class Settings(AsJson):
     plane: str = "auto"
 
 
-class Exchange(Protocol):
-    """The exchange of a worker's buckets.
-
-    Attributes:
-        buckets: memory of contributions and results.
-        order: the order in which they are pushed.
-        way: how the last round went, if workers may reduce among themselves.
-        tallies: number of tallies in the largest tensor that is summed.
-    """
-
-    buckets: list[Any]
-    order: range
-    way: str
-    tallies: int
-
-    def push(self, part: int, weight: float) -> None:
-        """Contribute to a bucket."""
-
-    def finish(self) -> None:
-        """Wait until all results are in the buckets."""
-
-
-class Reduced:
-    """An exchange that the coordinator reduces. The largest bucket is pushed first."""
-
-    def __init__(self, worker: gradserver.Worker) -> None:
-        self._worker = worker
-        worker.agree(generator.plan())
-        self.buckets: list[Any] = [worker.empty(size, "float32") for size in generator.SIZES]
-        self.order = range(len(generator.SIZES))[::-1]
-        self.way, self.tallies = "", tally.LARGE
-
-    def push(self, part: int, weight: float) -> None:
-        """Contribute to a bucket."""
-        self._worker.push(part, self.buckets[part], weight=weight)
-
-    def finish(self) -> None:
-        """Wait until all results are in the buckets."""
-        self._worker.finish_round()
-
-
 class Program:
     """One replica, over all of its memberships."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._workload = Workload.from_json(settings.workload)
         self._weights = [np.zeros(size, np.float32) for size in generator.SIZES]
         self._scratch = np.empty(max(generator.SIZES), np.float32)
         self.leaving = threading.Event()
@@ -162,13 +125,16 @@ class Program:
         s = self._settings
         if s.plane == HIERARCHICAL:
             os.environ["GRADSERVER_HOST"] = generator.host(s.name)
-        world = s.world or None
+        world, wire = s.world or None, self._workload.wire
         return gradserver.connect(
-            s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=s.plane
+            s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=s.plane, wire=wire
         )
 
     def _train(self, worker: gradserver.Worker) -> None:
-        exchange: Exchange = _directly(worker) if self._settings.plane in AMONG_MEMBERS else Reduced(worker)
+        if self._workload.is_local:
+            self._train_locally(worker)
+            return
+        exchange = directly(worker) if self._settings.plane in AMONG_MEMBERS else Reduced(worker)
         worker.serve_state(lambda: {"weights": self._weights})
         if worker.joins:
             worker.enter(self._install)
@@ -178,6 +144,39 @@ class Program:
         while not self.leaving.is_set():
             self._compute()
             gave = train(worker, exchange, gave)
+
+    def _train_locally(self, worker: gradserver.Worker) -> None:
+        """Train with local SGD: each round exchanges one fragment."""
+        from gradserver.tools.chaos.locally import Locally  # torch takes seconds to load
+
+        local = Locally(worker, self._workload)
+        worker.serve_state(local.state)
+        if worker.joins:
+            worker.enter(local.install)
+        self._say("entered", round=worker.round, epoch=worker.epoch, channel=worker.channel)
+        gave = False
+        while not self.leaving.is_set():
+            self._compute()
+            number = worker.round
+            if local.is_inside:
+                self._say("gives", round=number, rank=worker.rank)
+                self._die_on_the_way(worker, number, gave)
+                wrong = local.exchange(number, generator.weight(self._workload.seed, worker.name, number))
+                if wrong:
+                    self._say("fault", text=f"{wrong}, behind round {number}")
+                gave = not worker.observes
+            else:
+                local.replay()
+            self._report(number, worker, "round" if gave else "replayed", [local.mean], local.fingerprint())
+            self._meet_if_due(worker, tally.LARGE, number)
+
+    def _die_on_the_way(self, worker: gradserver.Worker, number: int, gave: bool) -> None:
+        """Die in the middle of the next exchange if that is due: when pieces were sent, or a few milliseconds later."""
+        pieces = self._dies_after if gave else 0
+        if pieces and worker.channel != "shm":
+            _when_sent(pieces, lambda: self._die(number))
+        elif pieces:
+            self._die_while_waiting(number, pieces * _WAITS_SECONDS)
 
     def _train_once(self, worker: gradserver.Worker, exchange: Exchange, gave: bool) -> bool:
         """Take part in the next round. Return whether this worker's contribution counts, as it ``gave`` before."""
@@ -206,7 +205,7 @@ class Program:
 
     def _contribute(self, worker: gradserver.Worker, exchange: Exchange, number: int, gave: bool) -> bool:
         """Push all buckets, the largest first. Return whether it counts; ``gave``: whether the round before did."""
-        seed, name = self._settings.seed, self._settings.name
+        seed, name = self._workload.seed, self._settings.name
         weight = generator.weight(seed, name, number)
         self._say("gives", round=number, rank=worker.rank)
         pieces = self._dies_after if gave else 0
@@ -243,17 +242,27 @@ class Program:
         results = exchange.buckets
         for weights, result in zip(self._weights, results, strict=True):
             weights -= np.multiply(result, generator.STEP, out=self._scratch[: result.size])
-        self._say(
-            kind,
-            round=number,
-            rank=worker.rank,
-            results=[generator.fingerprint([result]) for result in results],
-            weights=generator.fingerprint(self._weights),
-            way=exchange.way,
-            staleness=staleness,
-        )
+        self._report(number, worker, kind, results, generator.fingerprint(self._weights), staleness, exchange.way)
+        self._meet_if_due(worker, exchange.tallies, number)
+
+    def _report(
+        self,
+        number: int,
+        worker: gradserver.Worker,
+        kind: str,
+        results: list[Any],
+        weights: int,
+        staleness: int = 0,
+        way: str = "",
+    ) -> None:
+        """Report the results of a round, and the fingerprint of the weights behind it."""
+        fingerprints = [generator.fingerprint([result]) for result in results]
+        told = {"results": fingerprints, "weights": weights, "way": way, "staleness": staleness}
+        self._say(kind, round=number, rank=worker.rank, **told)
+
+    def _meet_if_due(self, worker: gradserver.Worker, tallies: int, number: int) -> None:
         if number % _COLLECTIVES_EVERY == _COLLECTIVES_EVERY - 1 and not worker.observes:
-            self._meet(worker, exchange, number)
+            self._meet(worker, tallies, number)
 
     def _compute(self) -> None:
         slow, until = self._slow
@@ -261,7 +270,7 @@ class Program:
         if pause:
             time.sleep(pause)  # a real worker would compute; meanwhile others of this machine have the processors
 
-    def _meet(self, worker: gradserver.Worker, exchange: Exchange, number: int) -> None:
+    def _meet(self, worker: gradserver.Worker, tallies: int, number: int) -> None:
         """Call the collectives that a trainer calls now and then, and report their results."""
         self._say("meets", round=number)
         own, turn = tally.tally(worker.name, number), number // _COLLECTIVES_EVERY
@@ -269,7 +278,7 @@ class Program:
             time.sleep(_LATE_SECONDS)
             time.sleep(max(0.0, self._lingers - time.monotonic()))
         sums: dict[str, list[int]] = {}
-        rows = exchange.tallies - turn % 2  # one fewer goes over the coordinator
+        rows = tallies - turn % 2  # one fewer goes over the coordinator
         small = worker.all_reduce(own.copy(), "sum", async_op=True)
         large = worker.all_reduce(np.tile(own, rows), "sum", async_op=True)
         sums["an all_reduce"] = small.wait().tolist()
@@ -310,12 +319,6 @@ class Program:
     def _say(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "name": self._settings.name, **fields, "at": time.monotonic()}
         print(json.dumps(line), flush=True)
-
-
-def _directly(worker: gradserver.Worker) -> Exchange:
-    from gradserver.tools.chaos.directly import Directly  # torch takes seconds to load
-
-    return Directly(worker)
 
 
 def _in_half(worker: gradserver.Worker, own: tally.Tally) -> tuple[list[str], list[int]]:

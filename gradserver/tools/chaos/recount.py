@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.means import mean_of
+from gradserver.protocol.plan import Plan
 from gradserver.protocol.shards import Share, Table, comparable
 from gradserver.tools.chaos import generator, robust
 
@@ -36,7 +37,9 @@ PLAIN: Final = "plain"
 """Rule of the weighted mean; `gradserver.tools.chaos.robust` has the others."""
 MODULUS: Final = 1 << 64
 _ROW_WORDS: Final = 1024
-_ROW_BYTES: Final = 8 * _ROW_WORDS
+ROW_BYTES: Final = 8 * _ROW_WORDS
+_ROWS: Final = 256
+"""Number of rows of which factors are computed together."""
 
 
 def mean(rows: Sequence[tuple[float, Array]], size: int, rule: str = PLAIN) -> Array:
@@ -76,13 +79,16 @@ def leveled(rows: Sequence[Row], size: int) -> Array:
     return mean(means, size)
 
 
-def shares(count: int, rule: str = PLAIN) -> list[Share]:
-    """Divide the buckets of a chaos run among ``count`` data shards, where no unit of ``rule`` is cut."""
+def shares(count: int, rule: str = PLAIN, plan: Plan | None = None) -> list[Share]:
+    """Divide the buckets of a plan among ``count`` data shards, where no unit of ``rule`` is cut.
+
+    By default the plan is that of a chaos run with gradients.
+    """
+    plan = plan or generator.plan()
     table = Table(1, comparable([None] * count), mean_of(rule).unit)
-    table.set_plan(generator.plan())
+    table.set_plan(plan)
     return [
-        table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation)
-        for part, bucket in enumerate(generator.plan().buckets)
+        table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation) for part, bucket in enumerate(plan.buckets)
     ]
 
 
@@ -109,29 +115,33 @@ def bucket(share: Share, rows: Sequence[Row], cut: Cut, size: int, rule: str = P
 
 
 def ledger_digest(row: Array, part: int, share: Share, slices: Iterable[int] | None = None) -> int:
-    """Compute the ledger's digest of bucket ``part``, or of some of its ``slices``."""
+    """Compute the ledger's digest of bucket ``part`` of gradients, or of some of its ``slices``."""
+    at = ROW_BYTES * sum(rows(4 * size) for size in generator.SIZES[:part])
     spans = [(0, row.size)] if slices is None else [share.layout.span(index) for index in slices]
-    return sum(_digest(row[start:stop], part, start) for start, stop in spans) % MODULUS
+    return sum(digest(row[start:stop], at + 4 * start) for start, stop in spans) % MODULUS
 
 
-def _digest(row: Array, part: int, start: int) -> int:
-    if start % 2:
-        raise ValueError(f"a slice of bucket {part} begins at element {start}, within a word of 8 bytes")
-    terms, words = _terms(part)[start // 2 :], row[: row.size // 2 * 2].view(np.uint64)
-    total = int(np.einsum("i,i->", words, terms[: words.size]))
-    if row.size % 2:
-        total += int(row[-1:].view(np.uint32)[0]) * int(terms[words.size])
-    return total
+def rows(nbytes: int) -> int:
+    """Return the rows of words that so many bytes take."""
+    return -(-nbytes // ROW_BYTES)
+
+
+def digest(data: Array, at: int) -> int:
+    """Compute the digest of ``data``, which stands at byte ``at`` of a round's. The rest of its words is zeros."""
+    lead, raw = at % 8, data.view(np.uint8)
+    padded = np.zeros(-(-(lead + raw.size) // 8) * 8, np.uint8)
+    padded[lead : lead + raw.size] = raw
+    words, first = padded.view("<u8"), at // 8
+    terms = _terms(-(-(first + words.size) // (_ROW_WORDS * _ROWS)) * _ROWS)
+    return int(np.einsum("i,i->", words, terms[first : first + words.size]))
 
 
 @cache
-def _terms(part: int) -> npt.NDArray[np.uint64]:
-    """Compute the factors of the words of a bucket."""
-    before = sum(-(-4 * size // _ROW_BYTES) for size in generator.SIZES[:part])
-    rows = -(-4 * generator.SIZES[part] // _ROW_BYTES)
+def _terms(count: int) -> npt.NDArray[np.uint64]:
+    """Compute the factors of the words of so many rows."""
     mixed = np.arange(1, _ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     factors = (mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)
-    odd = 2 * np.arange(before, before + rows, dtype=np.uint64) + np.uint64(1)
+    odd = 2 * np.arange(count, dtype=np.uint64) + np.uint64(1)
     return (odd[:, None] * factors[None, :]).reshape(-1)

@@ -62,7 +62,7 @@ class View:
             return
         mark = f"{self._elapsed():7.1f} s  round {max(fleet.round, 0):6}  "
         text = f"{event.kind:11} {event.target:11} "
-        more = str(event) if done else "not running: skipped"
+        more = str(event) if done else "not running, or needed: skipped"
         self._screen.line(mark + self._screen.style(text, CYAN if done else DIM) + self._screen.style(more, DIM))
 
     def status(self, fleet: Fleet, schedule: Schedule, done: int) -> None:
