@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from gradserver.engine import Engine
+from gradserver.engine.control.watching import check_policy
 from gradserver.engine.policy import Policy, in_mode, mode_of, on_non_finite, on_outlier
 from gradserver.protocol.audits import audit_of
 from gradserver.protocol.buffer import Buffer
@@ -77,7 +78,8 @@ class LocalCluster:
             and parameter. ``"leave-out"`` leaves that slice of it out of the mean. With ``"skip"`` no worker applies
             the round. ``"propagate"`` passes it on, as torch does, which a GradScaler needs.
         outliers: action on a worker with gradients that are far off those of the others for several rounds.
-            ``"report"`` names it. ``"leave-out"`` gives its gradients weight 0. ``"halt"`` ends the group.
+            ``"report"`` names it. ``"leave-out"`` also evicts it with an OutlierError, which needs ``elastic``.
+            ``"halt"`` ends the group.
         mean: rule by which gradients are averaged: ``"plain"``, or a robust one, as ``"median"``, ``"trimmed:0.25"``,
             ``"clipped:1"`` or ``"krum:1"``.
         audit: share of the rounds in which several workers compute the same samples of `DataRanges`, as ``"0.01"``, and
@@ -114,6 +116,7 @@ class LocalCluster:
         rules = mean_of(mean), on_outlier(outliers), audit_of(audit)
         policy = dataclasses.replace(policy, mean=rules[0], outliers=rules[1], audit=rules[2])
         policy.check_mean()
+        check_policy(policy)
         if not policy.minimum <= world_size <= policy.maximum:
             raise InvalidWorldSizeError(f"a world size of {world_size} for a group of {policy}")
         self._timeout, self._wire = timeout, wire

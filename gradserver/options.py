@@ -111,9 +111,9 @@ GENERAL: Final = (
     Option(
         "outliers",
         "policy for a worker with gradients that are far off those of the others for several rounds: much larger or "
-        "smaller, or opposite. report: it is named in log, status and ledger. leave-out: from the next round on its "
-        "gradients have weight 0. halt: the group halts with an error that names it. Gradients on the direct plane are "
-        "not measured",
+        "smaller, or opposite. report: it is named in log, status and ledger. leave-out: it is evicted too, if the "
+        "group can go on without it, and may join again in 10 minutes. halt: the group halts with an error that names "
+        "it. With the latter two, gradients go over the coordinator; on the direct plane they are not measured",
         choices=("report", "leave-out", "halt"),
         default="report",
         per_group=True,

@@ -200,12 +200,15 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
     }
     told = {key: value for key, value in made.items() if value is not None}
     policy = dataclasses.replace(size, lateness=lateness, mode=mode, **told)
-    _check(policy, given("plane"), mode, lateness, name)
+    _check(policy, given("plane"), mode, lateness, name, is_only)
     return policy
 
 
-def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | None, name: str) -> None:
+def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | None, name: str, is_only: bool) -> None:
     """Raise the error of options that do not go together."""
+    from gradserver.engine.control.watching import check_policy
+    from gradserver.engine.policy import OnOutlier
+
     if plane in AMONG_MEMBERS and lateness is not None:
         what = f"--mode {mode.name}" if mode.grants else "--quorum or --backup"
         raise InvalidArgumentError(
@@ -220,8 +223,15 @@ def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | N
         raise InvalidArgumentError(
             f"--plane {plane} is not possible with --audit {policy.audit}: the coordinator compares the contributions"
         )
+    if plane in AMONG_MEMBERS and policy.outliers is not OnOutlier.REPORT:
+        raise InvalidArgumentError(
+            f"--plane {plane} is not possible with --outliers {policy.outliers}: the coordinator compares the "
+            f"contributions"
+        )
     if policy.minimum:
         policy.check_mean(name)
+    if policy.minimum or is_only:
+        check_policy(policy, name)
 
 
 def _said(key: str, source: str) -> str:

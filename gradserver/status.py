@@ -182,12 +182,18 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     for member in group["members"]:
         found = member.get("gradients", {})
         if found.get("off"):
-            becomes = "left out" if found["left_out"] else group["outliers"]
-            lines.append(f"  {member['name']!r} is far off ({becomes}): {found['off']}")
+            lines.append(f"  {member['name']!r} is far off ({group['outliers']['policy']}): {found['off']}")
+    lines += _outliers(group["outliers"])
     lines += _audit(group.get("audit", {}))
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
+
+
+def _outliers(outliers: dict[str, Any]) -> list[str]:
+    """Render why members that are far off are kept, and which were evicted; nothing if there is nothing to say."""
+    kept = [f"  outliers are reported only: {outliers['keeps_all']}"] if outliers["keeps_all"] else []
+    return kept + [f"  {name!r} was evicted: {what}" for name, what in outliers["evicted"].items()]
 
 
 def _audit(audit: dict[str, Any]) -> list[str]:

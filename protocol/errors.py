@@ -222,7 +222,7 @@ class NonFiniteError(PeerError):
 
 
 class OutlierError(PeerError):
-    """The gradients of a worker are far off those of the others, and the group is to halt then.
+    """The gradients of a worker are far off those of the others: its group halts, or goes on without it.
 
     Attributes:
         round: number of the round.

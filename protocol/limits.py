@@ -101,6 +101,8 @@ STATE_INSTALLED_A_SECOND: Final = 256 * MIB
 MAX_STATE_ATTEMPTS: Final = 3
 """Learners of one name for which a group waits in vain. Then that name may not join for `STATE_REST_SECONDS`."""
 STATE_REST_SECONDS: Final = 600.0
+EVICTED_SECONDS: Final = 600.0
+"""Time after which a worker may join under the name of one that was evicted, as its gradients were far off."""
 MAX_OBJECT_BYTES: Final = 256 * MIB
 """Bytes of one object in a collective of objects."""
 MAX_DATA: Final = 16

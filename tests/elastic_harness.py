@@ -17,9 +17,9 @@ from functools import partial
 import numpy as np
 
 from gradserver.engine.commands import Reduce
-from gradserver.engine.policy import OnNonFinite, Policy
+from gradserver.engine.policy import OnNonFinite, OnOutlier, Policy
 from gradserver.protocol.dtypes import FLOAT32, UINT8
-from gradserver.protocol.errors import MembershipChangedError
+from gradserver.protocol.errors import MembershipChangedError, OutlierError
 from gradserver.protocol.exchange import (
     PORTIONED,
     STATE_TAG,
@@ -41,6 +41,7 @@ from gradserver.protocol.messages import (
     Failure,
     Membership,
     Message,
+    Notice,
     Opens,
     Push,
     Ready,
@@ -377,13 +378,16 @@ class Cluster:
         backlog: int = BACKLOG_BYTES,
         nonfinite: OnNonFinite = OnNonFinite.HALT,
         sections: Sequence[int] = (),
+        policy: Policy | None = None,
     ) -> None:
         self.nonfinite = nonfinite
         self.buckets, self.program = tuple(buckets), tuple(program)
         self.give = give or partial(contribution, seed)
         self.modules = modules_of(buckets, sections)
         self.plan = together(self.modules)
-        self.harness = Harness({"default": Policy(1, 8, backlog=backlog)}, lazy=True, nonfinite=nonfinite)
+        policy = policy or Policy(1, 8, backlog=backlog)
+        compares = policy.outliers is not OnOutlier.REPORT
+        self.harness = Harness({"default": policy}, lazy=True, nonfinite=nonfinite, compares=compares)
         self.harness.assemble(world)
         self.harness.agree_beside(self.modules, world)
         self.random = random.Random(seed)
@@ -391,6 +395,7 @@ class Cluster:
         self.gone: dict[int, Member] = {}
         self.newcomers: list[Newcomer] = []
         """Workers that do not contribute yet."""
+        self.evicted: list[Member] = []
         self.past: list[Member] = []
         """All members that are gone."""
         self.at: dict[int, Callable[[], object]] = {}
@@ -460,8 +465,12 @@ class Cluster:
             busy = False
             for member in [*self.members.values(), *self.newcomers]:
                 for message, payloads in self.harness.sent(member.line):
-                    member.take(message, bytes(payloads[0]) if payloads else None)
                     busy = True
+                    if isinstance(message, Failure) and message.error == OutlierError.__name__:
+                        self.evict(member)
+                        break
+                    if not isinstance(message, Notice):
+                        member.take(message, bytes(payloads[0]) if payloads else None)
 
     def serve(self) -> None:
         """Let all members send their state."""
@@ -504,6 +513,12 @@ class Cluster:
             else:
                 self.harness.lose(gone.line)
             self.harness.inbox.pop(SEATS + gone.line, None)
+
+    def evict(self, member: Member) -> None:
+        """Take a member away that the coordinator has evicted."""
+        self.gone[member.member_id] = self.members.pop(member.member_id)
+        self.past.append(member)
+        self.evicted.append(member)
 
     def expected(
         self, key: ExchangeKey, index: int, operation: Operation, member_id: int = -1

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from gradserver.comparison import compare
 from gradserver.engine import Engine
-from gradserver.engine.commands import Close, Command, Contribution, Log, Reduce, Send
+from gradserver.engine.commands import Close, Command, Contribution, Log, Measured, Reduce, Send
 from gradserver.engine.events import Disconnected, Event, Finding, NonFinite, Received, Reduced, Sifted, Stop, Tick
 from gradserver.engine.policy import OnNonFinite, Policy
 from gradserver.protocol.buffer import Buffer
@@ -153,6 +154,17 @@ def _sifted(reduce: Reduce) -> bytes | Sifted:
     return Sifted(payload, tuple(findings)) if findings else payload
 
 
+def measured(reduce: Reduce, result: bytes) -> Sequence[Measured]:
+    """Compare the contributions to a mean of float32, if that is asked for."""
+    if reduce.measures is None:
+        return ()
+    given = [(one.member_id, one.weight) for one in reduce.contributions]
+    size, mean = reduce.nbytes // 4, np.frombuffer(result, np.float32)
+    rows = [None if c.payload is None else np.frombuffer(c.payload, np.float32, size) for c in reduce.contributions]
+    compare(reduce.measures, given, rows, mean, float(mean @ mean), True, False)
+    return tuple(reduce.measures.found)
+
+
 def _first_bad(given: Contribution) -> int | None:
     values = np.frombuffer(given.payload or b"", np.float32)
     return None if np.isfinite(values).all() else int(np.flatnonzero(~np.isfinite(values))[0])
@@ -172,6 +184,8 @@ class Harness:
     checked: bool = True
     inbox: dict[int, list[tuple[Message, Sequence[Buffer]]]] = field(default_factory=lambda: defaultdict(list))
     nonfinite: OnNonFinite = OnNonFinite.HALT
+    compares: bool = False
+    """True to compare contributions, as the reducer does."""
     reduces: list[Reduce] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
     logs: list[Log] = field(default_factory=list)
@@ -210,7 +224,8 @@ class Harness:
             for target in reduce.targets:
                 memoryview(target)[: len(done)] = done
         told = done if reduce.keep or isinstance(done, NonFinite | Sifted) else None
-        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
+        found = measured(reduce, done) if self.compares and isinstance(done, bytes) else ()
+        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told, measured=found))
 
     def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:
         return self.feed(Received(connection, message, payloads))

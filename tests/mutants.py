@@ -161,8 +161,7 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/engine/data/matching.py",
-                "        exchange.join(member_id, group.weight_of(member_id, push, operation))\n"
-                "    elif exchange is None:\n",
+                "        exchange.join(member_id, push.weight)\n    elif exchange is None:\n",
                 "        heavy = member_id == 1 and key.stream == BUCKET and key.number % 8 == 3\n"
                 "        exchange.join(member_id, push.weight * (2 if heavy else 1))\n    elif exchange is None:\n",
             ),

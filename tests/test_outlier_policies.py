@@ -1,8 +1,8 @@
-"""Members that are far off, in real groups: they are named, left out, or halt their group, as the policy says."""
+"""Members that are far off, in real groups: they are named, or halt their group. `test_evictions` has the rest."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,13 +70,15 @@ def test_a_faulty_worker_is_named_within_five_rounds(
     with gradserver.LocalCluster(workers) as cluster:
         results = cluster.run(train, 7, 1, fault, cluster)
         members = cluster.snapshot()["groups"]["local"]["members"]  # type: ignore[index]
-    assert {member["name"] for member in members if member["gradients"]["off"]} == {"worker-1"}
+    either = {"worker-0", "worker-1"} if workers == 2 else {"worker-1"}
+    assert {member["name"] for member in members if member["gradients"]["off"]} == either
     assert 0 < results[0][1] <= 6  # seen in the round behind that one
-    (warning,) = [record.message for record in caplog.records if "--outliers report" in record.message]
-    assert "'worker-1' (rank 1)" in warning
+    warnings = [record.message for record in caplog.records if "--outliers report" in record.message]
+    warning = next(one for one in warnings if "'worker-1' (rank 1)" in one)
     assert "times the median" in warning
+    assert ("one of the two workers, and which of them is wrong cannot be told" in warning) == (workers == 2)
     told = [r.message for r in caplog.records if "far off" in r.message and "(--outliers" not in r.message]
-    assert len(told) == 1  # by its worker
+    assert len(told) == len(warnings) == len(either)  # by its worker
 
 
 def test_nobody_is_named_in_a_training_without_faults(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,32 +91,12 @@ def test_nobody_is_named_in_a_training_without_faults(caplog: pytest.LogCaptureF
     assert "far off" not in caplog.text
 
 
-def test_a_faulty_worker_is_left_out_and_goes_on_receiving(caplog: pytest.LogCaptureFixture) -> None:
-    with gradserver.LocalCluster(4, outliers="leave-out") as cluster:
-        results = cluster.run(train, 12, 2, "scaled", cluster)
-        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
-    weights = [weights for weights, _ in results]
-    for other in weights[1:]:  # L1
-        assert all(torch.equal(other[name], weights[0][name]) for name in other)
-    assert group["last_round"]["weights"] == (1.0, 1.0, 0.0, 1.0)
-    assert [member["gradients"]["left_out"] for member in group["members"]] == [False, False, True, False]
-    assert "weight 0 from the next round on" in caplog.text
-
-
 def test_a_faulty_worker_halts_its_group() -> None:
     expected = pytest.raises(OutlierError, match=r"'worker-1' \(rank 1\) are far off")
     with gradserver.LocalCluster(3, outliers="halt") as cluster, expected as raised:
         cluster.run(train, 12, 1, "scaled", cluster)
     assert (raised.value.worker, raised.value.rank) == ("worker-1", 1)
     assert 0 < raised.value.round <= 5
-
-
-@pytest.mark.parametrize("policy", ["report", "leave-out"])
-def test_of_two_workers_one_may_be_left_out(policy: Literal["report", "leave-out"]) -> None:
-    with gradserver.LocalCluster(2, outliers=policy) as cluster:
-        cluster.run(train, 12, 1, "scaled", cluster)
-        group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
-    assert group["last_round"]["weights"] == ((1.0, 0.0) if policy == "leave-out" else (1.0, 1.0))
 
 
 def test_a_policy_must_be_one_of_three() -> None:

@@ -15,7 +15,7 @@ from gradserver.engine.control.planes import OBSTACLES, Candidate, Case, Choice,
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Disconnected, Received, Restored, Tick
 from gradserver.engine.journal_state import Dated, JournalState
-from gradserver.engine.policy import Lateness, Policy
+from gradserver.engine.policy import Lateness, OnOutlier, Policy
 from gradserver.engine.records import Chosen, Commits, Entered, Epoch, Told
 from gradserver.protocol.errors import DisagreementError, GradServerError, JoinRefusedError
 from gradserver.protocol.limits import MAX_PLANE_REASON
@@ -137,6 +137,13 @@ def test_rounds_without_stragglers_are_not_direct() -> None:
 def test_rounds_that_do_not_wait_for_all_are_not_direct() -> None:
     case = Case(workers(gpu(0), gpu(1)), True, mode="async")
     assert str(choose(case)) == "tcp, because rounds of mode 'async' do not wait for all workers"
+
+
+def test_contributions_meet_where_something_is_to_follow_from_their_comparison() -> None:
+    for rule in (OnOutlier.LEAVE_OUT, OnOutlier.HALT):
+        case = Case(workers(gpu(0), gpu(1)), False, True, *Policy(1, 2, outliers=rule).case)
+        assert str(choose(case)) == "tcp, because contributions are compared"
+    assert choose(Case(workers(gpu(0), gpu(1)), False, True, *Policy(1, 2).case)).plane == "direct"
 
 
 def test_a_robust_mean_goes_over_the_coordinator() -> None:

@@ -91,17 +91,16 @@ def test_what_becomes_of_non_finite_gradients_stays_as_it_began(tmp_path: Path) 
     assert found.snapshot(0.0)["groups"]["g"]["nonfinite"]["policy"] == "propagate"  # type: ignore[index]
 
 
-def test_members_that_are_left_out_stay_so(tmp_path: Path) -> None:
+def test_members_that_are_off_stay_named(tmp_path: Path) -> None:
     handling = Handling("g", OnNonFinite.HALT, outliers=OnOutlier.LEAVE_OUT)
-    off = [Outlier("g", 1, 0, member_id, 10.0, -0.5, True, member_id == 1) for member_id in (0, 1)]
-    write(tmp_path, *FOUNDED, handling, *off, Outlier("g", 1, 0, 0, 1.0, 0.0, False, False), round_record(0))
+    off = [Outlier("g", 1, 0, member_id, 10.0, -0.5, True, "") for member_id in (0, 1)]
+    write(tmp_path, *FOUNDED, handling, *off, Outlier("g", 1, 0, 0, 1.0, 0.0, False, ""), round_record(0))
 
     found, _ = engine(tmp_path)
     group = found.control.groups["g"]
     assert group.policy.outliers is OnOutlier.LEAVE_OUT
-    assert group.watch.left_out == {1}
     assert list(group.watch.outliers.named) == [1]
-    assert found.data.groups["g"].left_out == {1: 1}
+    assert group.watch.evicted == {}
 
 
 @pytest.mark.parametrize(

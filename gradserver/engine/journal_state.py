@@ -34,7 +34,7 @@ from gradserver.engine.records import (
     Subgroup,
     Told,
 )
-from gradserver.protocol.limits import MAX_ENDED_GROUPS
+from gradserver.protocol.limits import MAX_ENDED_GROUPS, MAX_WORLD_SIZE
 from gradserver.protocol.offers import Offer
 
 K = TypeVar("K", bound=Kind)
@@ -81,6 +81,8 @@ class GroupState:
         self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
         self.outliers: dict[int, Outlier] = {}
         self._found: dict[int, Dated] = {}
+        self._put_out: dict[str, Dated] = {}
+        """The same of workers that were evicted, and are not back, by name."""
         self.ends = Ends()
         self.positions = Positions()
         self._leased: Dated | None = None
@@ -106,6 +108,7 @@ class GroupState:
                 self.positions.keep_only(member_id for member_id, _ in record.members)
                 self.epochs[epoch] = dated
                 self._keep_found({member_id for member_id, _ in record.members})
+                self._readmit({name for _, name in record.members})
                 if len(self.epochs) > MAX_EPOCHS:
                     del self.epochs[min(self.epochs)]
             case Data() | Claim():
@@ -133,7 +136,13 @@ class GroupState:
         self.epochs = {known: news for known, news in self.epochs.items() if known >= first}
 
     def _take_outlier(self, dated: Dated, found: Outlier) -> None:
-        """Take that a member is far off, or in line again."""
+        """Take that a member is far off, perhaps evicted, or in line again."""
+        if found.evicted:
+            self._put_out.pop(found.evicted, None)
+            self._put_out[found.evicted] = dated
+            if len(self._put_out) > MAX_WORLD_SIZE:
+                del self._put_out[next(iter(self._put_out))]
+            return
         self._found[found.member_id], self.outliers[found.member_id] = dated, found
         self._keep_found({one for one, known in self.outliers.items() if known.off})
 
@@ -141,6 +150,16 @@ class GroupState:
         """Forget that members are far off, but for some."""
         self.outliers = {one: found for one, found in self.outliers.items() if one in member_ids}
         self._found = {one: self._found[one] for one in self.outliers}
+
+    def _readmit(self, names: set[str]) -> None:
+        """Forget that workers with these names were evicted."""
+        self._put_out = {name: dated for name, dated in self._put_out.items() if name not in names}
+
+    @property
+    def evicted(self) -> dict[str, Outlier]:
+        """Workers that were evicted, as they were far off, and are not back, by name."""
+        found = {name: dated.record for name, dated in self._put_out.items()}
+        return {name: record for name, record in found.items() if isinstance(record, Outlier)}
 
     def take_choice(self, dated: Dated, chosen: Chosen) -> None:
         """Take the next choice of the plane, and what members have told."""
@@ -182,6 +201,7 @@ class GroupState:
         """Yield the records that are to be restated of it, in an order in which they can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
         yield from self.epochs.values()
+        yield from self._put_out.values()
         yield from self._found.values()
         yield from self._choices()
         yield from self._ends(name)

@@ -146,16 +146,6 @@ class CutRound(RemoteOrder):
     section: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
 
 
-@order("leave out")
-@dataclass(frozen=True, slots=True)
-class LeaveOut(RemoteOrder):
-    """Contributions of these members to buckets have weight 0 from ``round`` on, and in no round that has begun."""
-
-    group: Name
-    member_ids: Ranks
-    round: Count
-
-
 @dataclass(frozen=True, slots=True)
 class Attach:
     """A member of a durable group has this connection from now on."""

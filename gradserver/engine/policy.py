@@ -65,7 +65,7 @@ class OnOutlier(StrEnum):
     REPORT = "report"
     """It is named in the log, the status and the ledger."""
     LEAVE_OUT = "leave-out"
-    """From the next round on its contributions have weight 0, while those of half of the members count."""
+    """It is evicted, if the group can go on without it: `gradserver.engine.control.watching`."""
     HALT = "halt"
     """The group stops, and all members get an error that names it."""
 
@@ -369,7 +369,8 @@ class Policy:
     @property
     def case(self) -> tuple[str, Mean, str]:
         """The facts by which a plane is chosen: the mode, the mean, and why contributions must meet beside that."""
-        return str(self.mode.name), self.mean, "contributions are compared" if self.audit.share else ""
+        compares = self.audit.share > 0 or self.outliers is not OnOutlier.REPORT
+        return str(self.mode.name), self.mean, "contributions are compared" if compares else ""
 
     @property
     def is_elastic(self) -> bool:

@@ -528,7 +528,7 @@ class Outlier(Kind):
     """As of ``round`` the contributions of a member are far off; or they are in line again, and not ``off``.
 
     ``ratio`` is that of its norm to the median, and ``cosine`` the one to the mean of the others, averaged over some
-    rounds. If it is ``left_out``, its contributions have weight 0 from the next round on, as long as it is a member.
+    rounds. If it was ``evicted``, that is its name.
     """
 
     group: Name
@@ -538,13 +538,13 @@ class Outlier(Kind):
     ratio: Annotated[float, Field(number(0.0, 1e30))]
     cosine: Annotated[float, Field(number(-1.0, 1.0))]
     off: Flag
-    left_out: Flag
+    evicted: Text
 
     def told(self, name: str) -> str:
         """Tell people what it says of the member with this ``name``."""
         if not self.off:
             return f"as of round {self.round}: the gradients of {name} are in line again"
-        becomes = ", left out" if self.left_out else ""
+        becomes = ", and the others go on without it" if self.evicted else ""
         figures = f"norm {self.ratio:.3g} times the median, cosine {self.cosine:.2f} to the mean of the others"
         return f"as of round {self.round}: the gradients of {name} are far off{becomes}: {figures}"
 

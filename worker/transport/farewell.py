@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import ConnectionLostError, GradServerError, LeftOutError
+from gradserver.protocol.errors import ConnectionLostError, GradServerError, LeftOutError, OutlierError, PeerError
 from gradserver.protocol.messages import Failure, Message, Welcome
 from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.reach import reach
@@ -35,12 +35,12 @@ class Farewell:
     def lost(self, error: GradServerError) -> None:
         """Handle the broken connection."""
         if isinstance(error, ConnectionLostError):
-            error = left_out(self._url, self._session.membership) or error
+            error = reason_of_group(self._url, self._session.membership) or error
         self._session.lost(error)
 
 
-def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
-    """Return the error that a group goes on without the worker of ``welcome``; None without an answer that says so."""
+def reason_of_group(url: str, welcome: Welcome) -> PeerError | None:
+    """Return why a group goes on without the worker of ``welcome``; None without an answer that says so."""
     with suppress(GradServerError, OSError):
         reach(url, _ASK_SECONDS)
         channel = TcpChannel(url, _ASK_SECONDS)
@@ -51,7 +51,7 @@ def left_out(url: str, welcome: Welcome) -> LeftOutError | None:
             channel.send(Resume(welcome.group, member_id, welcome.token, welcome.epoch, ""))
             channel.ask()
             answer.wait(_ASK_SECONDS)
-        except LeftOutError as error:
+        except (LeftOutError, OutlierError) as error:
             return error
         finally:
             channel.close()

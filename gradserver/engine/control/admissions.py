@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from gradserver.engine.control import evicted
 from gradserver.engine.control.donations import check_attempts, check_can_serve
 from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.group.learners import Learner
@@ -18,8 +19,10 @@ def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effec
 
     Raises:
         UsageError: no member can send the state.
-        JoinRefusedError: the others have waited for it in vain too often.
+        JoinRefusedError: the others have waited for it in vain too often, or it was evicted not long ago.
     """
+    for name in {applicant.join.name, _name_for(group, applicant.join.name)}:
+        evicted.check_join(group, name, applicant.since)
     check_can_serve(group, applicant.join.name)
     check_attempts(group, applicant.join.name, applicant.since)
     group.learners.wait(applicant)
@@ -52,6 +55,7 @@ def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> 
         vacant, places = group.learners.vacant, group.policy.maximum
         member_id = member_id_for(applicant.join, group.members.identities.names, taken, vacant, places)
         group.members.admit(member_id, applicant.join.name)
+        group.watch.admit(applicant.join.name)
         token = (group.token(member_id) if group.is_durable else entropy()) if group.shards else ""
         learner = Learner(applicant.connection, applicant.join, token, applicant.since)
         group.learners.admit(member_id, learner)

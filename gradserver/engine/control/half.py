@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups
+from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups, watching
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -23,6 +24,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
+from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope, Split
 from gradserver.protocol.messages.recovery import Resume
 
@@ -36,6 +38,8 @@ class Control:
         self._deadline: float | None = None
         """Time at which the first timer fires, if no event has come since it was looked up."""
         self._is_deadline_known = False
+        self._evicted: deque[int] = deque(maxlen=MAX_WORLD_SIZE)
+        """Connections of the latest workers that were evicted."""
         self._surprises: list[str] = []
         """Changes of state that the table does not have."""
 
@@ -211,8 +215,12 @@ class Control:
             self._surprises.append(f"{before} to {after}, which the row of {row.events} has not")
 
     def _evict(self, eviction: Eviction, effects: Effects) -> None:
-        """Take a worker's connection, as the error is its own fault."""
-        error = eviction.error
+        """Take a worker's connection, as the error is its own fault. What it had sent before it heard is no error."""
+        error, has_place = eviction.error, eviction.connection in self._registry.places
+        if not has_place and eviction.connection in self._evicted:
+            return
+        if has_place:
+            self._evicted.append(eviction.connection)
         effects.refuse(eviction.connection, error)
         blame = "it broke the protocol: " if isinstance(error, ProtocolError) else ""
         late = "it did not come in time" if isinstance(error, LeftOutError) else f"{blame}{error.message}"
@@ -254,7 +262,7 @@ class Control:
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
-        return {name: group.describe(now) for name, group in self.groups.items()}
+        return {name: group.describe(now) | watching.describe(group) for name, group in self.groups.items()}
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

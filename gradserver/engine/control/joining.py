@@ -12,6 +12,7 @@ from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.planes import Candidate
 from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.watching import check_policy
 from gradserver.engine.policy import Hashes, Policy
 from gradserver.protocol.errors import (
     InvalidRankError,
@@ -44,6 +45,7 @@ def new_group(registry: Registry, join: Join) -> Group:
     Raises:
         InvalidWorldSizeError: its size is unknown, or another one than the coordinator was told, or too small for the
             group's mean.
+        InvalidArgumentError: it is to evict members that are far off, and needs all.
         LimitExceededError: there are too many groups.
     """
     told = registry.told(join.group)
@@ -59,6 +61,7 @@ def new_group(registry: Registry, join: Join) -> Group:
         )
     policy = told.sized(join.world_size)
     policy.check_mean(join.group)
+    check_policy(policy, join.group)
     if sum(group.origin is None for group in registry.groups.values()) >= MAX_GROUPS:
         raise LimitExceededError(f"this coordinator already serves {MAX_GROUPS} groups")
     account = registry.quotas.account(join.group)

@@ -135,11 +135,13 @@ def reset(group: Group, effects: Effects) -> None:
     _first(group, Reset(group.name, group.rounds.number), effects)
 
 
-def outlier(group: Group, number: int, verdict: Verdict, off: bool, left_out: bool, effects: Effects) -> None:
-    """A member is far off as of a round, or in line again."""
+def outlier(
+    group: Group, number: int, verdict: Verdict, effects: Effects, *, off: bool = True, evicted: str = ""
+) -> None:
+    """A member is far off as of a round, or in line again. It may be ``evicted``, with this name."""
     ratio = min(verdict.ratio, 1e30)
     where = group.name, group.members.epoch, number, verdict.member_id
-    _first(group, Outlier(*where, ratio, verdict.cosine, off, left_out), effects)
+    _first(group, Outlier(*where, ratio, verdict.cosine, off, evicted), effects)
 
 
 def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effects: Effects) -> None:

@@ -12,9 +12,13 @@ further off than the scatter among the members explains:
     its norm is more than 1000 times the median, in 3 rounds                                       of 32
 
 The logarithm of norms is averaged, so that one large value does not decide. Scatter is taken from the steps between one
-round and the next, so that a member that is always off does not hide in it. Of two members, that
-one is off with the norm further from what was usual; with no history, the larger one. Which of two is off that point
-away from each other cannot be told.
+round and the next, so that a member that is always off does not hide in it.
+
+Of two members, the one is off with the norm that is not as usual. The usual norm is known from rounds in which members
+agreed, for each section of a plan, as sections differ. Which of two is off cannot be told in three cases: the usual
+norm is not known, both are far from it, or they point away from each other. Then the verdict is about either.
+
+In modes that do not wait for all, a round of a larger group may have two contributions. It counts if norms tell.
 
 A contribution of little weight scatters more: its norm may be larger by the root of the ratio of weights.
 """
@@ -31,6 +35,7 @@ from typing import Final, NamedTuple
 from gradserver.engine.figures import OfMember
 from gradserver.protocol.limits import MAX_WEIGHT
 
+ADVICE: Final = "Look at that worker's GPU, its data, and the scale of its loss"
 _FEW, _MANY = 4, 32
 _FACTOR: Final = math.log(3.0)
 """Logarithm of the ratio of norms that is off."""
@@ -44,8 +49,6 @@ _SIGMAS: Final = 6.0
 """Standard deviations of a mean over rounds that are outside the scatter."""
 _MOST: Final = 50.0
 """Bound of a logarithm: no contribution counts for more."""
-_OF_STEP: Final = 1.0
-"""Standard deviation over the mean or median step from one normal number to the next, about."""
 _LONGEST: Final = 3.0
 """Bound of a step of logarithms: where a fault begins there is one that is no scatter."""
 _PRIOR: Final = (0.5, 0.25, 4.0)
@@ -58,14 +61,19 @@ _CLEAR: Final = 16
 class Verdict(NamedTuple):
     """A member is off: the ``ratio`` of its norm to the median, and its ``cosine`` to the mean of the others.
 
-    Both are means over ``rounds``. With ``contrary`` it is one of two members that point away from each other.
+    Both are means over ``rounds``. With ``either`` it is one of two members, and which of them is off cannot be told.
     """
 
     member_id: int
     ratio: float
     cosine: float
     rounds: int
-    contrary: bool = False
+    either: bool = False
+
+    @property
+    def distance(self) -> tuple[float, float]:
+        """Measure of how far off it is: by the norm first."""
+        return abs(math.log(self.ratio)), -self.cosine
 
     def __str__(self) -> str:
         """Say what is off."""
@@ -73,11 +81,31 @@ class Verdict(NamedTuple):
         return f"the norm of its gradients is {times}, their cosine to the mean of the others {self.cosine:.2f}"
 
 
+class Judgement(NamedTuple):
+    """Outcome of a round: verdicts that are ``new``, members ``cleared``, and all that are ``off`` now."""
+
+    new: list[Verdict]
+    cleared: list[int]
+    off: list[Verdict]
+
+
 class _Point(NamedTuple):
-    """Figures of a member in one round: logarithm of the ratio of norms, and cosine."""
+    """Figures of a member in one round: logarithm of the ratio of norms, and cosine.
+
+    ``is_sure``: that ratio tells which member is off. ``is_pair``: the round had two contributions.
+    """
 
     log: float
     cosine: float
+    is_sure: bool
+    is_pair: bool
+
+
+class _Level(NamedTuple):
+    """Usual logarithm of the norm, from so many rounds."""
+
+    log: float
+    rounds: int
 
 
 @dataclass(slots=True)
@@ -86,7 +114,6 @@ class Outliers:
 
     Attributes:
         named: verdicts about members that are off, by id.
-        latest: the last figures of each member: ratio and cosine, averaged over a few rounds.
     """
 
     named: dict[int, Verdict] = field(default_factory=dict)
@@ -95,21 +122,28 @@ class Outliers:
     _log_scatter: float = _PRIOR[0]
     _cosine_scatter: float = _PRIOR[1]
     _rounds: int = 0
-    _level: float | None = None
-    """Usual logarithm of the norm, from rounds in which the members agreed; for groups of two."""
+    _levels: dict[int, _Level] = field(default_factory=dict)
+    """Usual norms, by section."""
 
-    def take(self, members: Sequence[OfMember], weights: Mapping[int, float]) -> tuple[list[Verdict], list[int]]:
-        """Take the figures of a round. Return verdicts that are new, and members that are in line again."""
+    def take(
+        self, members: Sequence[OfMember], weights: Mapping[int, float], section: int = 0, present: int = 2
+    ) -> Judgement:
+        """Take the figures of a round of a section of the plan. So many members are ``present``."""
         if len(members) < 2:
-            return [], []
-        points = self._measure(members, weights)
+            return Judgement([], [], [])
+        points = self._measure(members, weights, self._levels.get(section))
+        self._follow_level(members, section)
+        if len(points) == 2 < present and not all(point.is_sure for point in points.values()):
+            return Judgement([], [], [])
         for member_id, point in points.items():
             self._points.setdefault(member_id, deque(maxlen=_MANY)).append(point)
         judged = {member_id: self._judge(member_id, points) for member_id in points}
         off = {member_id: found for member_id, found in judged.items() if found is not None}
+        if len(points) == 2:
+            off = self._of_two(points, off, present)
         self._learn()
-        fresh = [found for member_id, found in off.items() if member_id not in self.named]
-        return fresh, self._settle(points, off)
+        new = [found for found in off.values() if self._is_new(found)]
+        return Judgement(new, self._settle(points, off), list(off.values()))
 
     def is_wild(self, members: Iterable[OfMember]) -> bool:
         """Tell whether a contribution of the last round is so far off that estimates of noise are spoilt."""
@@ -125,6 +159,10 @@ class Outliers:
         self._clear.pop(member_id, None)
         self.named.pop(member_id, None)
 
+    def restart(self) -> None:
+        """Forget which norms are usual, as there is another plan."""
+        self._levels.clear()
+
     def figures_of(self, member_id: int) -> tuple[float, float] | None:
         """Return the ratio of norms and the cosine of a member, over a few rounds; None if it has none."""
         points = self._points.get(member_id)
@@ -134,9 +172,11 @@ class Outliers:
         points = self._points.get(member_id)
         return points[-1].log if points else 0.0
 
-    def _measure(self, members: Sequence[OfMember], weights: Mapping[int, float]) -> dict[int, _Point]:
-        logs = {one.member_id: 0.5 * math.log(max(one.squares, 1e-300)) for one in members}
-        usual = self._usual(list(logs.values()))
+    def _measure(
+        self, members: Sequence[OfMember], weights: Mapping[int, float], level: _Level | None
+    ) -> dict[int, _Point]:
+        logs = {one.member_id: _log_of(one) for one in members}
+        usual, is_sure = _usual(list(logs.values()), level)
         middle = median([weights.get(member_id, 0.0) or 1.0 for member_id in logs])
         points = {}
         for one in members:
@@ -146,16 +186,9 @@ class Outliers:
                 log = math.copysign(max(abs(log) - slack, 0.0), log)
             norm = math.sqrt(one.squares) * math.sqrt(one.others)
             cosine = one.inner / norm if 0 < norm < math.inf else 0.0
-            points[one.member_id] = _Point(max(-_MOST, min(log, _MOST)), max(-1.0, min(cosine, 1.0)))
+            log, cosine = max(-_MOST, min(log, _MOST)), max(-1.0, min(cosine, 1.0))
+            points[one.member_id] = _Point(log, cosine, is_sure, len(members) == 2)
         return points
-
-    def _usual(self, logs: list[float]) -> float:
-        """Return the logarithm of the norm that others are compared with."""
-        if len(logs) > 2:
-            return median(logs)
-        if self._level is None:
-            return min(logs)
-        return min(logs, key=lambda log: abs(log - (self._level or 0.0)))
 
     def _judge(self, member_id: int, points: Mapping[int, _Point]) -> Verdict | None:
         history = list(self._points[member_id])
@@ -163,21 +196,49 @@ class Outliers:
             if len(history) < rounds:
                 break
             recent = history[-rounds:]
-            log, cosine = fmean(one.log for one in recent), fmean(one.cosine for one in recent)
+            log = fmean(one.log for one in recent)
             far = abs(log) > max(_FACTOR, _SIGMAS * self._log_scatter / math.sqrt(rounds))
             if far and (rounds == _MANY or min(one.log for one in recent) > _EACH):
-                return Verdict(member_id, *_figures(recent), rounds)
-            bound = max(_CLOSE, _SIGMAS * self._cosine_scatter / math.sqrt(rounds))
-            if cosine < -bound and self._others_agree(member_id, points, rounds, bound):
-                return Verdict(member_id, *_figures(recent), rounds, contrary=len(points) == 2)
+                return _verdict(member_id, recent)
+            alike = [one for one in recent if one.is_pair == (len(points) == 2)]
+            if len(alike) < _FEW:
+                continue
+            if len(points) == 2 and rounds == _FEW and max(one.cosine for one in alike) > 0:
+                continue  # norms may tell soon which one of two it is
+            bound = max(_CLOSE, _SIGMAS * self._cosine_scatter / math.sqrt(len(alike)))
+            if fmean(one.cosine for one in alike) < -bound and self._others_agree(member_id, points, rounds, bound):
+                return _verdict(member_id, recent)._replace(either=len(points) == 2)
         wild = [one for one in history if one.log > max(_WILD, _SIGMAS * self._log_scatter)]
-        return Verdict(member_id, *_figures(wild), len(wild)) if len(wild) >= _WILD_ROUNDS else None
+        return _verdict(member_id, wild) if len(wild) >= _WILD_ROUNDS else None
+
+    def _of_two(self, points: Mapping[int, _Point], off: Mapping[int, Verdict], present: int) -> dict[int, Verdict]:
+        """Return the verdict about one of two contributions.
+
+        If which of them is off cannot be told, it is about each. Where more members are ``present`` other rounds tell.
+        """
+        sure = {member_id: found for member_id, found in off.items() if not found.either}
+        if len(sure) == 1 or not off or present > 2:
+            return sure
+        rounds = max(found.rounds for found in off.values())
+        each = {member_id: list(self._points[member_id])[-rounds:] for member_id in points}
+        return {
+            member_id: off.get(member_id, _verdict(member_id, recent))._replace(either=True)
+            for member_id, recent in each.items()
+        }
+
+    def _is_new(self, found: Verdict) -> bool:
+        """Tell whether a verdict says of a member what was not known."""
+        before = self.named.get(found.member_id)
+        return before is None or (before.either and not found.either)
 
     def _others_agree(self, member_id: int, points: Mapping[int, _Point], rounds: int, bound: float) -> bool:
         """Tell whether the others point less far away than this member. Of one other there is nothing to say."""
-        means = {one: fmean(point.cosine for point in list(self._points[one])[-rounds:]) for one in points}
+        is_pair, means = len(points) == 2, {}
+        for one in points:
+            alike = [point.cosine for point in list(self._points[one])[-rounds:] if point.is_pair == is_pair]
+            means[one] = fmean(alike)
         own = means.pop(member_id)
-        return len(means) == 1 or median(means.values()) > own + bound
+        return is_pair or median(means.values()) > own + bound
 
     def _learn(self) -> None:
         """Follow the scatter, by the steps of figures from one round to the next: what is always off has none."""
@@ -186,19 +247,20 @@ class Outliers:
             return
         logs = [min(abs(now.log - before.log), _LONGEST) for now, before in steps]
         log = max(logs) if len(logs) <= 2 else median(logs)
-        cosine = fmean(abs(now.cosine - before.cosine) for now, before in steps)
+        cosine = fmean(abs(now.cosine - before.cosine) for now, before in steps)  # of pairs too, which scatter more
         share = 1 / (min(self._rounds, _HORIZON) + _PRIOR[2] + 1)
         self._rounds += 1
-        self._log_scatter += share * (_OF_STEP * log - self._log_scatter)
-        self._cosine_scatter += share * (_OF_STEP * cosine - self._cosine_scatter)
+        self._log_scatter += share * (log - self._log_scatter)  # a step of normal numbers is about one deviation
+        self._cosine_scatter += share * (cosine - self._cosine_scatter)
 
-    def follow_level(self, members: Sequence[OfMember]) -> None:
+    def _follow_level(self, members: Sequence[OfMember], section: int) -> None:
         """Note the usual norm, of a round in which the members agree."""
-        logs = [0.5 * math.log(max(one.squares, 1e-300)) for one in members]
-        if self.named or not logs or max(logs) - min(logs) > _FACTOR:
+        logs = [_log_of(one) for one in members]
+        if self.named or max(logs) - min(logs) > _FACTOR:
             return
-        level = fmean(logs)
-        self._level = level if self._level is None else self._level + 0.2 * (level - self._level)
+        before, now = self._levels.get(section), fmean(logs)
+        usual, rounds = (now, 0) if before is None else before
+        self._levels[section] = _Level(usual + 0.2 * (now - usual), rounds + 1)
 
     def _settle(self, points: Mapping[int, _Point], off: Mapping[int, Verdict]) -> list[int]:
         """Keep verdicts, and return members that have been in line for long enough."""
@@ -213,6 +275,26 @@ class Outliers:
                     self.named.pop(member_id)
                     cleared.append(member_id)
         return cleared
+
+
+def _log_of(one: OfMember) -> float:
+    """Return the logarithm of a norm."""
+    return 0.5 * math.log(max(one.squares, 1e-300))
+
+
+def _usual(logs: list[float], level: _Level | None) -> tuple[float, bool]:
+    """Return the logarithm of the norm that others are compared with, and whether that tells which one is off."""
+    if len(logs) > 2:
+        return median(logs), True
+    if level is None or level.rounds < _FEW:
+        return min(logs), False
+    nearest = min(logs, key=lambda log: abs(log - level.log))
+    return nearest, abs(nearest - level.log) < _FACTOR
+
+
+def _verdict(member_id: int, points: Sequence[_Point]) -> Verdict:
+    """Return the verdict about a member that is off over these rounds."""
+    return Verdict(member_id, *_figures(points), len(points), not all(one.is_sure for one in points))
 
 
 def _figures(points: Sequence[_Point]) -> tuple[float, float]:

@@ -178,8 +178,8 @@ _COMMON: Final = (
     ),
     Obstacle(
         lambda case: f"the mean is {case.mean}, which needs each contribution" if case.mean.is_robust else case.audit,
-        "the group has a robust mean or audits (`--mean`, `--audit`): libraries that reduce among workers only add up",
-        "start the coordinator without --mean and --audit",
+        "contributions have to meet (`--mean`, `--audit`, `--outliers`), and libraries among workers only add up",
+        "start the coordinator without --mean and --audit, and with --outliers report",
     ),
     Obstacle(
         lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",

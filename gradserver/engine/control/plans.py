@@ -141,6 +141,7 @@ def confirm(group: Group, source: int, digest: str, effects: Effects) -> None:
     group.plans.adopt(plan, group.rounds.number)
     group.requests.restart(group.rounds.number)
     group.shards.set_plan(plan)
+    group.watch.restart()
     for member in group.members.by_id.values():
         tell_agreed(member.connection, plan, plan.each[-1], group.rounds.number, effects)
     effects.log(f"group {group.name!r}: plan of {plan.size}")

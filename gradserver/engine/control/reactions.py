@@ -239,8 +239,8 @@ def complete(event: Event) -> None:
         group.recovery.note_made(report.record.round)
     done = count_round(group, event.source, report)
     if done is not None:
-        watching.compare(group, done.record, done.figures, event.effects)
         rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
+        watching.compare(event.registry, group, done.record, done.figures, event.effects)
 
 
 def apply(event: Event) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from gradserver.engine.control import journal, watching
+from gradserver.engine.control import journal
 from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.planes import Choice
@@ -175,8 +175,6 @@ def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None
             )
         )
     )
-    if group.watch.left_out:
-        order(watching.order(group, group.rounds.number))
     if group.plans.plan is not None:
         order(SetPlan(group.name, group.plans.plan, group.plans.planned))
 
@@ -221,7 +219,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     group.set_timeouts(founded.timeout, waits if parent is None else parent.round_timeout)
     group.leases.restore(found.positions)
     _restore_rounds(group, found)
-    group.watch.restore(found.outliers)
+    group.watch.restore(found.outliers, found.evicted, now)
     _tell_again(group, found, epochs)
     _close_again(group, found)
     return group

@@ -13,7 +13,7 @@ knows its groups from records (`gradserver.engine.control.restore`). The member 
     AWAY      Resume                                    ATTACHED  Resumed
     ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
     ATTACHED  Leave, or a violation                     gone      it departs
-    gone      Resume                                    gone      refused with LeftOutError
+    gone      Resume                                    gone      refused with LeftOutError, or OutlierError
 
 `gradserver.engine.control.recovery` has what becomes of its group. In an elastic group that is not durable no member
 can come back. A member with a broken connection says Resume all the same, and so hears whether the others go on.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 
-from gradserver.engine.control import journal, learners, members, recovery, subgroups, turns
+from gradserver.engine.control import evicted, journal, learners, members, recovery, subgroups, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
@@ -106,6 +106,7 @@ def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Gro
     Raises:
         JoinRefusedError: there is no such durable group, or the member is another one.
         LeftOutError: the others have gone on without it.
+        OutlierError: it was evicted, as its gradients were far off.
         UnexpectedMessageError: it names an epoch that cannot have begun.
     """
     name = (
@@ -115,6 +116,7 @@ def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Gro
     )
     if group is None or not group.is_durable:
         if group is not None and name and group.broken is None:
+            evicted.check_return(group, message.member_id)
             raise group.left_out(message.member_id, "its connection broke, and without --state-dir no place is kept")
         raise JoinRefusedError(
             f"there is no durable group {message.group[:128]!r} to resume in"
@@ -132,6 +134,7 @@ def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Gro
             f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.members.epoch}"
         )
     if not group.is_inside(message.member_id):
+        evicted.check_return(group, message.member_id)
         rank = group.members.identities.rank(message.member_id) if name else -1
         it = f"{name!r} (was rank {rank})" if name else f"with member id {message.member_id}"
         raise LeftOutError(

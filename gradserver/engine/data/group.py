@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -27,7 +27,6 @@ from gradserver.protocol.exchange import (
     TRANSFER,
     WORLD_BOUND,
     ExchangeKey,
-    Kind,
     Layout,
     Operation,
     Pool,
@@ -61,8 +60,6 @@ class Group:
     """Memory of reductions from one round of the plan to the next, by bucket and slice."""
     sampling: Sampling = field(default_factory=Sampling)
     """Choice of the blocks in which contributions are compared."""
-    left_out: dict[int, int] = field(default_factory=dict)
-    """Members with contributions that have weight 0, each with the first such round."""
     recovery: Recovery | None = None
     """Recovery that is under way: members say which results they hold."""
     next_check: float | None = None
@@ -83,21 +80,6 @@ class Group:
         self.witnesses = Witnesses(self.order.audits)
         if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
             self.listeners.begin(self.members.present, 0)
-
-    def leave_out(self, member_ids: Iterable[int], number: int) -> None:
-        """Take contributions of some members with weight 0, from round ``number`` on, if that has not begun."""
-        first = max(number, 1 + max(self.rounds, default=-1))
-        self.left_out = {member_id: self.left_out.get(member_id, first) for member_id in member_ids}
-
-    def count_again(self, member_id: int) -> None:
-        """Take contributions with ``member_id`` as they are: its member has departed."""
-        self.left_out.pop(member_id, None)
-
-    def weight_of(self, member_id: int, push: Push, operation: Operation) -> float:
-        """Return the weight that a contribution has here."""
-        first = self.left_out.get(member_id) if self.left_out and push.key.stream == BUCKET else None
-        is_mute = first is not None and push.key.number >= first and operation.kind is Kind.ALL_REDUCE
-        return 0.0 if is_mute else push.weight
 
     def check_by(self, at: float) -> None:
         """Look at deadlines at ``at``, if not before."""

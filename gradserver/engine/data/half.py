@@ -53,7 +53,6 @@ from gradserver.engine.orders import (
     CutRound,
     Detach,
     Halt,
-    LeaveOut,
     OpenGroup,
     Order,
     Proceed,
@@ -122,8 +121,6 @@ class Data:
                 self._plan_next_check()
             case Proceed(name):
                 recovery.proceed(self.groups[name], now, effects)
-            case LeaveOut(name, member_ids, number):
-                self.groups[name].leave_out(member_ids, number)
             case CutRound(name):
                 close(self.groups[name], order, now, effects)
                 end_abandoned(self.groups[name], now, effects)

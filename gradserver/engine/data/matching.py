@@ -92,7 +92,7 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
             exchange.join(member_id, push.weight)
             fail(group, exchange, error, effects)
             return None
-        exchange.join(member_id, group.weight_of(member_id, push, operation))
+        exchange.join(member_id, push.weight)
     elif exchange is None:
         to_learner = is_state(key) or (group.learners.first_rounds and key.stream == TRANSFER)
         if to_learner or group.sequences.is_past(member_id, key):
@@ -289,7 +289,7 @@ def checked(group: Group, exchange: Exchange, member_id: int, push: Push, payloa
         group.traffic.receive(min(size, expected))
     weight = exchange.weights[member_id]
     if group.order.lateness is not None:  # slices to which something was added weigh more
-        weight = group.weight_of(member_id, push, operation)
+        weight = push.weight
         exchange.weigh(member_id, weight)
     return make(Run, (start, stop, payload, push.present, shared, target, weight))
 

@@ -121,7 +121,6 @@ def _depart(group: Group, departure: Departure, epoch: int, now: float, effects:
     """Go on without a member, in all that is open."""
     member_id = departure.member_id
     group.members.depart(member_id, departure.error, epoch)
-    group.count_again(member_id)
     group.learners.depart(member_id)
     group.listeners.forget(member_id)
     for number, current in group.rounds.items():

@@ -373,7 +373,6 @@ class Group:
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
             "mean": str(self.policy.mean),
-            "outliers": str(self.policy.outliers),
             "noise_scale": self.watch.describe(plan),
             "audit": self.leases.audits.describe(self.policy.audit, identities.names),
             "nonfinite": {"policy": str(self.nonfinite), **self.found.describe(identities.names)},

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gradserver.engine.control.noise import Noise
-from gradserver.engine.control.outliers import Outliers, Verdict
+from gradserver.engine.control.outliers import ADVICE, Judgement, Outliers, Verdict
 from gradserver.engine.figures import Figures
 from gradserver.engine.records import Outlier
+from gradserver.protocol.errors import OutlierError
+from gradserver.protocol.limits import EVICTED_SECONDS
 from gradserver.protocol.plan import Plan
 
 _SHOWN: Final = 256
 """Buckets of a plan, at most, of which each is shown."""
+
+
+class Evicted(NamedTuple):
+    """A worker that was evicted: workers with its name may join again from ``until`` on."""
+
+    member_id: int
+    until: float
+    error: OutlierError
 
 
 @dataclass(slots=True)
@@ -26,42 +36,46 @@ class Watch:
     Attributes:
         noise: estimates of the noise scale.
         outliers: history of the members, and those that are off.
-        left_out: members with contributions that have weight 0.
+        evicted: workers that were evicted, as they were far off, by name; none that is back.
     """
 
     noise: Noise = field(default_factory=Noise)
     outliers: Outliers = field(default_factory=Outliers)
-    left_out: set[int] = field(default_factory=set)
+    evicted: dict[str, Evicted] = field(default_factory=dict)
 
-    def take(self, figures: Figures, weights: Mapping[int, float]) -> tuple[list[Verdict], list[int]]:
-        """Take the figures of a round. Return verdicts that are new, and members that are in line again."""
-        fresh, cleared = self.outliers.take(figures.members, weights)
-        self.outliers.follow_level(figures.members)
-        if fresh:
+    def take(self, figures: Figures, weights: Mapping[int, float], section: int, present: int) -> Judgement:
+        """Take the figures of a round of a section of the plan. So many members are ``present``."""
+        found = self.outliers.take(figures.members, weights, section, present)
+        if found.new:
             self.noise.restart()  # what was off is in the estimates
         elif not self.outliers.is_wild(figures.members):
             self.noise.take(figures.buckets)
-        return fresh, cleared
+        return found
 
-    def leave_out(self, member_id: int) -> None:
-        """Note that contributions of a member have weight 0 from now on."""
-        self.left_out.add(member_id)
+    def evict(self, member_id: int, name: str, error: OutlierError, now: float) -> None:
+        """Keep out workers with this name for a while."""
+        self.evicted[name] = Evicted(member_id, now + EVICTED_SECONDS, error)
+
+    def admit(self, name: str) -> None:
+        """Note that a worker with this name has joined."""
+        self.evicted.pop(name, None)
 
     def forget(self, member_id: int) -> None:
         """Forget a member that has departed."""
-        self.left_out.discard(member_id)
         self.outliers.forget(member_id)
 
     def restart(self) -> None:
         """Begin anew, as there is another plan."""
         self.noise.restart()
+        self.outliers.restart()
 
-    def restore(self, found: Mapping[int, Outlier]) -> None:
-        """Go on with the members that are off, as an earlier coordinator has written down."""
+    def restore(self, found: Mapping[int, Outlier], evicted: Mapping[str, Outlier], now: float) -> None:
+        """Go on with what an earlier coordinator has written down of members that are off, and of evicted ones."""
         for member_id, one in found.items():
             self.outliers.recall(Verdict(member_id, one.ratio, one.cosine, 0))
-            if one.left_out:
-                self.left_out.add(member_id)
+        for name, one in evicted.items():
+            error = OutlierError(f"{one.told(repr(name))}. {ADVICE}", worker=name, round=one.round)
+            self.evict(one.member_id, name, error, now)
 
     def describe(self, plan: Plan | None) -> dict[str, object]:
         """Return the noise scale as plain JSON values, in units of weight; None where it is not known yet."""
@@ -88,7 +102,6 @@ class Watch:
                 "norm_ratio": _rounded(ratio),
                 "cosine": _rounded(cosine),
                 "off": None if verdict is None else str(verdict),
-                "left_out": member_id in self.left_out,
             }
         }
 
