@@ -1,9 +1,13 @@
-"""Comparison of contributions with each other, for a part of the blocks of a mean while these are in cache.
+"""Comparison of contributions with each other, for a part of the elements of a mean while these are in cache.
 
 The squared norms of n contributions and of their mean give unbiased estimates of two figures: the squared norm of the
 true gradient, and the noise of a sample. See McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model
 of Large-Batch Training", 2018, appendix A.1. A contribution of weight b has the expected square |G|² + tr(Σ)/b; the
 mean of all, of weight B, has |G|² + tr(Σ)/B.
+
+Of a block that is due, some rows are looked at: they are copied side by side, and two calls make the sums of all
+contributions. So the time is that of a few calls, however large the round is. It is mostly that of the interpreter,
+which the reduction has driven out of the caches: 0.1 ms for a block. All others cost one comparison of two numbers.
 
 A contribution is also compared with the mean of the others. One that is much larger than the median is taken at the
 median's length there, so that it does not turn the mean around: else all others would point away from it.
@@ -12,17 +16,23 @@ median's length there, so that it does not turn the mean around: else all others
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import add
 from statistics import median
 from typing import Final
 
 import numpy as np
 
-from gradserver.engine.commands import Measured, Measures
-from gradserver.mean import Array, shares_of
+from gradserver.engine.commands import Measured, Measures, Reduce
+from gradserver.mean import Array, scratch, shares_of
+from gradserver.squares import ROW, dots
 
+_SEEN: Final = 2048
+"""Elements of a large block that are looked at, of each contribution."""
 _RUN: Final = 8192
-"""Elements of one product: with more of them libraries start threads of their own."""
+"""Elements of one product, for more of which libraries start threads, and of a block of which all are looked at."""
+_TABLE: Final = -1
+"""Number of the scratch memory for contributions side by side."""
 _LEAST: Final = 1e-28
 _MOST: Final = 1e37
 """Bounds of sums of squares that float32 has room for, with the products in them."""
@@ -30,27 +40,37 @@ _LARGE: Final = 2.0
 """Norm over the median norm above which a contribution counts with the median norm."""
 _JUMP: Final = 16.0
 """Sum of squares of a mean, over the usual one, from which on a block stands out."""
+_WILD: Final = 1e6
+"""The same over what the rows that were looked at stand for."""
 _ALL: Final = 1 - 1e-6
 """Share of one contribution above which the others have none to speak of."""
 _KEPT: Final = 0.75
 """Share of the usual sum of squares that one round leaves."""
 
 
-def is_due(measures: Measures, block: int, squares: float) -> bool | None:
+def is_due(measures: Measures, start: int, stop: int, squares: float) -> bool | None:
     """Tell whether a block that is due stands out; None if it is not due. ``squares`` are those of its mean.
 
-    The ``block`` is known by its number in the bucket.
+    The block has the elements from ``start`` up to ``stop`` of the bucket. Its usual squares are followed when it is
+    due or stands out.
     """
-    if measures.stride == 1:
-        return False
-    usual: dict[int, float] | None = measures.usual.content
+    stride, turn, unit, memory, _ = measures
+    usual: dict[int, float] | None = memory.content
     if usual is None:
-        usual = measures.usual.content = {}
-    before = usual.get(block)
-    stands_out = before is not None and squares > _JUMP * before
+        usual = memory.content = {}
+    first = start // unit
+    is_its_turn = -(first + turn) % stride < -(-stop // unit) - first
+    before = usual.get(start)
+    if not before:  # nothing is known of zeros either
+        if math.isfinite(squares):
+            usual[start] = squares
+        return False if is_its_turn else None
+    stands_out = squares > _JUMP * before
+    if not (stands_out or is_its_turn):
+        return None
     if math.isfinite(squares):
-        usual[block] = squares if before is None else _KEPT * before + (1 - _KEPT) * min(squares, _JUMP * before)
-    return stands_out if stands_out or (block + measures.turn) % measures.stride == 0 else None
+        usual[start] = _KEPT * before + (1 - _KEPT) * min(squares, _JUMP * before)
+    return stands_out
 
 
 def compare(
@@ -61,44 +81,100 @@ def compare(
     of_mean: float,
     is_plain: bool,
     stood_out: bool,
+    start: int = 0,
     parts: int = 1,
+    widen: Callable[[Array], Array] | None = None,
 ) -> None:
-    """Compare the contributions to one block.
+    """Compare the contributions to one block. If it stood out, or does so beside its rows, all of it is compared.
 
     Args:
         measures: where to put the comparison, if there is something to compare.
         of: member id and weight of each.
-        rows: values of each: float32 or float64, or None for zeros.
+        rows: values of each, or None for zeros.
         mean: their mean. It need not be the plain one.
         of_mean: sum of squares of the mean.
         is_plain: whether it is the plain weighted mean.
         stood_out: as in `Measured`.
+        start: first element of the block in its bucket.
         parts: values of an element.
+        widen: converts values to float32 or float64; None if they are.
     """
-    rows = [row for (_, weight), row in zip(of, rows, strict=True) if weight > 0]
-    of = [one for one in of if one[1] > 0]
-    shares = shares_of([weight for _, weight in of])
+    if min(weight for _, weight in of) <= 0:
+        rows = [row for (_, weight), row in zip(of, rows, strict=True) if weight > 0]
+        of = [one for one in of if one[1] > 0]
+    weights = [weight for _, weight in of]
+    shares = shares_of(weights)
     if len(of) < 2 or max(shares) > _ALL:
         return
-    squares = [0.0 if row is None else square(row) for row in rows]
-    if not all(map(_fits, squares, rows)):
-        rows = [None if row is None else row.astype(np.float64) for row in rows]
-        mean = mean.astype(np.float64)
-        squares = [0.0 if row is None else square(row) for row in rows]
-    signal, noise = _estimates(squares, of_mean, [weight for _, weight in of]) if is_plain else (0.0, 0.0)
-    scales = _scales(squares)
-    if is_plain and min(scales) < 1.0:
-        mean = _scaled(rows, shares, scales, mean.size)
-        of_mean = square(mean)
+    step = 1 if stood_out or mean.size <= _RUN else -(-mean.size // _SEEN)
+    offset = (start // measures.unit + measures.turn // measures.stride) % step  # other rows in each round
+    sums = _Products((*rows, mean), step, offset, widen)
+    squares, inner, scale = sums.squares, sums.inner, mean.size / sums.seen
+    of_seen, norms = squares.pop(), _scales(squares)
+    if 0 < of_seen * scale * _WILD < of_mean:
+        compare(measures, of, rows, mean, of_mean, is_plain, True, start, parts, widen)
+        return
+    signal, noise = _estimates(squares, of_seen, weights) if is_plain else (0.0, 0.0)
+    if is_plain and min(norms) < 1.0:
+        of_seen, inner = sums.with_scaled(shares, norms)
     members = []
-    for (member_id, _), row, own, share, scale in zip(of, rows, squares, shares, scales, strict=True):
-        inner, others = 0.0 if row is None else _dot(row, mean), of_mean
+    for (member_id, _), own, product, share, norm in zip(of, squares, inner, shares, norms, strict=True):
+        others = of_seen
         if is_plain:  # without its own part
-            part, rest = share * scale, 1 - share
-            others = (of_mean - 2 * part * inner + part * part * own) / rest**2
-            inner = (inner - part * own) / rest
-        members.append((member_id, own, inner, max(others, 0.0)))
-    measures.found.append(Measured(stood_out, mean.size // parts, signal, noise, members))
+            part, rest = share * norm, 1 - share
+            others = (of_seen - 2 * part * product + part * part * own) / rest**2
+            product = (product - part * own) / rest
+        members.append((member_id, scale * own, scale * product, scale * max(others, 0.0)))
+    measures.found.append(Measured(stood_out, mean.size // parts, scale * signal, scale * noise, members))
+
+
+class Comparison:
+    """Comparison of the contributions of one reduction, block by block.
+
+    Args:
+        command: the reduction.
+        measures: what is to be measured of it.
+        spans: the first value of each block, and the one behind its last.
+        parts: values of an element.
+        widen: as for `compare`.
+
+    Attributes:
+        thresholds: for each block the sum of squares of its mean above which it is to be looked at.
+    """
+
+    def __init__(
+        self,
+        command: Reduce,
+        measures: Measures,
+        spans: Iterable[tuple[int, int]],
+        parts: int,
+        widen: Callable[[Array], Array] | None,
+    ) -> None:
+        self._measures, self._parts, self._widen = measures, parts, widen
+        self._of = [(one.member_id, one.weight) for one in command.contributions]
+        self._is_plain = not command.mean.is_robust
+        self._spans = [(command.first + start // parts, command.first + stop // parts) for start, stop in spans]
+        usual: dict[int, float] = measures.usual.content or {}
+        stride, turn, unit, _, _ = measures
+        self.thresholds = [
+            -1.0
+            if -(start // unit + turn) % stride < -(-stop // unit) - start // unit
+            else _JUMP * usual.get(start, -1.0)
+            for start, stop in self._spans
+        ]
+
+    def compare(
+        self, block: int, rows: Sequence[Array | None], places: Iterable[int], result: Array, squares: float
+    ) -> None:
+        """Compare the contributions to a block, which are those at ``places``, if it is due or stands out.
+
+        The ``result`` has these ``squares``.
+        """
+        start, stop = self._spans[block]
+        if (special := is_due(self._measures, start, stop, squares)) is not None:
+            of = [self._of[place] for place in places]
+            how = self._is_plain, special, start, self._parts, self._widen
+            compare(self._measures, of, rows, result, squares, *how)
 
 
 def _estimates(squares: Sequence[float], of_mean: float, weights: Sequence[float]) -> tuple[float, float]:
@@ -110,36 +186,83 @@ def _estimates(squares: Sequence[float], of_mean: float, weights: Sequence[float
 
 def _scales(squares: Sequence[float]) -> list[float]:
     """Return the factor of each contribution that takes it to the median norm, if it is much larger; else 1."""
-    usual = median(squares)
-    if len(squares) == 2:
-        usual = min(squares)
+    usual = min(squares) if len(squares) == 2 else median(squares)
     return [math.sqrt(usual / one) if one > _LARGE**2 * usual else 1.0 for one in squares]
 
 
-def _scaled(rows: Sequence[Array | None], shares: Sequence[float], scales: Sequence[float], size: int) -> Array:
-    """Return the mean with the norms of some contributions scaled."""
-    mean = np.zeros(size, np.float64)
-    for row, share, scale in zip(rows, shares, scales, strict=True):
-        if row is not None and scale > 0:
-            mean += row.astype(np.float64) * (share * scale)
-    return mean
+class _Products:
+    """Sums over some rows of a block of several contributions, of which the last one is their mean.
+
+    Attributes:
+        squares: sums of squares.
+        inner: inner products with the last one of all others.
+        seen: the number of values that were looked at.
+    """
+
+    def __init__(
+        self, given: Sequence[Array | None], step: int, offset: int, widen: Callable[[Array], Array] | None
+    ) -> None:
+        self._given, self._step, self._offset, self._widen = given, step, offset, widen
+        self.squares, self.inner, self.seen = [0.0] * len(given), [0.0] * (len(given) - 1), 0
+        for table in self._tables():
+            found = dots(table, table).tolist()
+            if not _fits(found, table):
+                table = table.astype(np.float64)
+                found = dots(table, table).tolist()
+            self.squares = list(map(add, self.squares, found))
+            self.inner = list(map(add, self.inner, dots(table[:-1], table[-1]).tolist()))
+            self.seen += table.shape[1]
+
+    def with_scaled(self, shares: Sequence[float], norms: Sequence[float]) -> tuple[float, list[float]]:
+        """Return the sum of squares of the mean with the norms of some scaled, and its products with the others."""
+        of_mean, inner = 0.0, [0.0] * len(shares)
+        factors = np.multiply(shares, norms)
+        for table in self._tables():
+            wide = table[:-1].astype(np.float64)
+            mean = np.einsum("i,ij->j", factors, wide)
+            of_mean += float(np.dot(mean, mean))
+            inner = list(map(add, inner, dots(wide, mean).tolist()))
+        return of_mean, inner
+
+    def _tables(self) -> Iterator[Array]:
+        """Yield runs side by side, in memory that the next ones overwrite: one row in so many, or all of them."""
+        last = self._given[-1]
+        assert last is not None
+        whole = last.size - last.size % (ROW * self._step)
+        if self._step > 1 and whole:
+            shape = -1, self._step, ROW
+            yield self._table(
+                [None if one is None else one[:whole].reshape(shape)[:, self._offset] for one in self._given]
+            )
+            return
+        for start in range(0, last.size, _RUN):
+            yield self._table([None if one is None else one[start : start + _RUN] for one in self._given])
+
+    def _table(self, given: Sequence[Array | None]) -> Array:
+        last = given[-1] if self._widen is None or given[-1] is None else self._widen(given[-1].reshape(-1))
+        assert last is not None
+        table = scratch(_TABLE, len(given) * last.size, last.dtype).reshape(len(given), *last.shape)
+        for target, one in zip(table, given, strict=True):
+            if one is None:
+                target.fill(0)
+            else:
+                target[...] = one if self._widen is None else self._widen(one.reshape(-1))
+        return table.reshape(len(given), -1)
 
 
 def square(values: Array) -> float:
-    """Return the sum of squares of ``values``."""
-    return _dot(values, values)
-
-
-def _fits(squares: float, row: Array | None) -> bool:
-    """Tell whether a sum of squares has lost nothing in float32."""
-    return _LEAST < squares < _MOST or (squares == 0.0 and (row is None or not row.any()))
-
-
-def _dot(one: Array, other: Array) -> float:
-    """Return the sum of products. It need not be the same on every machine, as no result depends on it."""
-    whole = one.size - one.size % _RUN
-    total = float(np.dot(one[whole:], other[whole:]))
+    """Return the sum of squares of ``values``. It need not be the same on every machine, as no result depends on it."""
+    whole = values.size - values.size % _RUN
+    total = float(np.dot(values[whole:], values[whole:]))
     if whole:  # in one call, as each gives up the interpreter's lock and waits for it
-        runs = np.matmul(one[:whole].reshape(-1, 1, _RUN), other[:whole].reshape(-1, _RUN, 1))
-        total += float(np.add.reduce(runs, axis=None, dtype=np.float64))
+        runs = values[:whole].reshape(-1, _RUN)
+        total += float(np.add.reduce(dots(runs, runs), dtype=np.float64))
     return total
+
+
+def _fits(squares: Sequence[float], table: Array) -> bool:
+    """Tell whether sums of squares have lost nothing in float32."""
+    if min(squares) > _LEAST and max(squares) < _MOST:
+        return True
+    small = [place for place, one in enumerate(squares) if not one > _LEAST]
+    return max(squares) < _MOST and not any(squares[place] for place in small) and not table[small].any()

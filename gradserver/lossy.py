@@ -129,7 +129,7 @@ def _reduce(
                     mean = to_range(mean, np.float32)
                 divide(mean, divisor)
             if command.measures is not None and len(shares) > 1:
-                _compare(command, command.measures, shares, data, number, piece, mean, seed + number)
+                _compare(command, command.measures, shares, data, elements, piece, mean, seed + number)
             rest = None if owed is None else owed.carry(elements)
             if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
                 return None
@@ -151,14 +151,15 @@ def _compare(
     measures: Measures,
     shares: Sequence[tuple[int, float]],
     data: Mapping[int, Array],
-    number: int,
+    elements: slice,
     piece: slice,
     mean: Array,
     seed: int,
 ) -> None:
     """Compare the contributions to a block as they were decoded, if that is wanted and due."""
     of_mean = square(mean)
-    stands_out = is_due(measures, (command.slice << 8) + number, of_mean)
+    start, stop = command.first + elements.start, command.first + elements.stop
+    stands_out = is_due(measures, start, stop, of_mean)
     if stands_out is None:
         return
     rows: list[Array | None] = []
@@ -167,7 +168,7 @@ def _compare(
         if row is not None:
             command.operation.codec.decode_block(data[member_id][piece], row, seed, _codecs.scratch)
         rows.append(row)
-    compare(measures, shares, rows, mean, of_mean, not command.mean.is_robust, stands_out)
+    compare(measures, shares, rows, mean, of_mean, not command.mean.is_robust, stands_out, start)
 
 
 def _decoded(codec: Codec, piece: Array, memory: Array, seed: int) -> Array:

@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from gradserver.comparison import compare, is_due
+from gradserver.comparison import Comparison
 from gradserver.concatenation import PASSED_ON, pass_on
 from gradserver.engine.commands import RESULT, Digests, Reduce
 from gradserver.engine.events import Broken, Finding, NonFinite, Sifted
@@ -223,7 +224,12 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
-        self._measures, self._block = command.measures, command.first * self._parts // self._step
+        self._comparison = self._comparison_of(command, pairwise((*range(0, numel, self._step), numel)))
+
+    def _comparison_of(self, command: Reduce, spans: Iterable[tuple[int, int]]) -> Comparison | None:
+        """Return the comparison of contributions to blocks, which have these values; None if it is not wanted."""
+        widen = None if self._is_plain else self._widen
+        return None if command.measures is None else Comparison(command, command.measures, spans, self._parts, widen)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -247,7 +253,8 @@ class _Job:
         if self._digests is not None:
             self._hash(self._digests, cut.start, zip(self._member_ids, rows, strict=True), result)
         self._measure(result, block)
-        self._compare(rows, range(len(rows)), result, block)
+        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
+            look.compare(block, rows, range(len(rows)), result, known[0])
         for target in self._targets:
             if target is not result:
                 target[cut] = result
@@ -257,15 +264,6 @@ class _Job:
         """Sum up the squares of a block of a result, if that is wanted and not known."""
         if self._squares and self._squares[block] is None:
             self._squares[block] = squares(self._widen(result))
-
-    def _compare(self, rows: Sequence[Array | None], places: Iterable[int], result: Array, block: int) -> None:
-        """Compare the contributions to a block of a mean, which are those at ``places``, if that is wanted and due."""
-        if self._measures is None or not (self._squares and (known := self._squares[block])):
-            return
-        if (special := is_due(self._measures, self._block + block, known[0])) is not None:
-            of = [(self._member_ids[place], self._weights[place]) for place in places]
-            values, is_plain = [None if row is None else self._widen(row) for row in rows], not self._rule.is_robust
-            compare(self._measures, of, values, self._widen(result), known[0], is_plain, special, self._parts)
 
     def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
         """Hash a part before the result is written, as a target may be where a contribution lies."""
@@ -352,8 +350,9 @@ class _Sieve(_Job):
         self._spans, self._slice = command.spans, command.slice
         self._skips = command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
-        self.blocks, self._of_slice, self._block = len(self._spans), 1, command.slice
+        self.blocks, self._of_slice = len(self._spans), 1
         self._squares = [None] * (0 if command.squares is None else self.blocks)
+        self._comparison = self._comparison_of(command, [(a * self._parts, b * self._parts) for a, b in self._spans])
 
     def outcome(self) -> Outcome:
         """Return the result, with the findings."""
@@ -379,7 +378,8 @@ class _Sieve(_Job):
         if self._digests is not None:
             self._hash(self._digests, start, ((self._member_ids[place], row) for place, row in rows.items()), result)
         self._measure(result, block)
-        self._compare(list(rows.values()), rows, result, block)
+        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
+            look.compare(block, list(rows.values()), rows, result, known[0])
         for target in self._targets:
             target[start:stop] = result
 

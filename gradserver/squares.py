@@ -66,7 +66,7 @@ def _of_one(left: Array, right: Array) -> Sum:
 def _of_rows(left: Array, right: Array) -> Sum:
     """Compute the inner product of rows with others, or with themselves: then no number is negative."""
     same = left is right
-    sums = _dots(left.reshape(-1, ROW), right.reshape(-1, ROW))
+    sums = dots(left.reshape(-1, ROW), right.reshape(-1, ROW))
     wide = sums.astype(np.float64, copy=False)
     sizes = wide if same else np.abs(wide)
     most = _added(sizes)
@@ -82,11 +82,12 @@ def _of_rows(left: Array, right: Array) -> Sum:
 
 def _by_matmul(left: Array, right: Array) -> Array:
     """Compute the inner product of each row, where numpy has no ``vecdot``: the same bits, a little slower."""
-    found: Array = np.matmul(left[:, None, :], right[:, :, None])[:, 0, 0]
+    found: Array = np.matmul(left[..., None, :], right[..., :, None])[..., 0, 0]
     return found
 
 
-_dots: Final[Callable[[Array, Array], Any]] = getattr(np, "vecdot", _by_matmul)
+dots: Final[Callable[[Array, Array], Any]] = getattr(np, "vecdot", _by_matmul)
+"""Compute the inner product of each row of an array with that of another one, by BLAS."""
 
 
 def _added(numbers: Array) -> float:
@@ -107,7 +108,7 @@ def _mend(sums: Array, left: Array, right: Array, most: float) -> None:
     first = left.reshape(-1, ROW).take(places, axis=0)
     if places.size and np.maximum.reduce(first.view(np.uint32), axis=None):
         second = first if left is right else right.reshape(-1, ROW).take(places, axis=0)
-        sums[places] = _dots(first.astype(np.float64), second.astype(np.float64))
+        sums[places] = dots(first.astype(np.float64), second.astype(np.float64))
 
 
 def _split(sums: Array, most: float) -> Sum:

@@ -17,6 +17,7 @@ from gradserver.engine.figures import (
     OfBucket,
     OfMember,
     Sampling,
+    Span,
     Tally,
     added,
     figures_of,
@@ -31,6 +32,7 @@ from gradserver.protocol.means import mean_of
 from gradserver.reducer import reduce
 
 KEY = ExchangeKey(Stream.BUCKET, 3, 0)
+UNIT = 131_072
 
 
 def measured(
@@ -41,7 +43,7 @@ def measured(
     operation = Operation(Kind.ALL_REDUCE, Op.MEAN, dtype, rows[0].nbytes // dtype.itemsize)
     weights = weights or [1.0] * len(rows)
     several = [Contribution(i, w, row.tobytes()) for i, (w, row) in enumerate(zip(weights, rows, strict=True))]
-    measures = Measures(stride, turn, more.pop("usual", Memory()), [])
+    measures = Measures(stride, turn, UNIT, more.pop("usual", Memory()), [])
     numel = rows[0].nbytes // dtype.itemsize
     command = Reduce("g", 1, KEY, 0, operation, 0, rows[0].nbytes, numel, None, several, (), True)
     assert reduce(command._replace(squares=[], measures=measures, **more)) is not None
@@ -65,7 +67,7 @@ def expected(rows: list[Array], weights: list[float]) -> list[tuple[int, float, 
 )
 def test_sums_are_those_of_the_definitions(workers: int, numel: int, seed: int, weighed: bool, scale: float) -> None:
     random = np.random.default_rng(seed)
-    base = random.normal(size=numel) + 2.0
+    base = np.abs(random.normal(size=numel)) + 2.0  # so that no norm is more than twice another
     rows = [((base + 0.3 * random.normal(size=numel)) * scale).astype(np.float32) for _ in range(workers)]
     weights = [float(w) for w in random.integers(1, 9, workers)] if weighed else [1.0] * workers
     (found,) = measured(rows, weights)
@@ -151,12 +153,15 @@ def test_blocks_take_turns_and_those_that_stand_out_are_measured_always() -> Non
 
 
 def test_usual_squares_follow_a_lasting_change() -> None:
-    measures = Measures(8, 0, Memory(), [])
-    assert is_due(measures, 1, 1.0) is None
-    stood_out = [is_due(measures, 1, 1000.0) for _ in range(20)]
+    measures = Measures(8, 0, 100, Memory(), [])
+    assert is_due(measures, 100, 200, 1.0) is None
+    stood_out = [is_due(measures, 100, 200, 1000.0) for _ in range(20)]
     assert stood_out[0] is True
     assert stood_out[-1] is None
-    assert [is_due(measures, block, 1000.0) for block in (8, 9)] == [False, None]
+    assert [is_due(measures, start, start + 100, 1000.0) for start in (800, 900)] == [False, None]
+    assert is_due(measures, 600, 900, 1.0) is False, "the unit at 800 is in it"
+    assert is_due(measures, 800, 900, math.nan) is False
+    assert is_due(measures, 800, 900, 17_000.0) is True, "as NaN is not followed"
 
 
 def test_lossy_contributions_are_compared_as_they_were_decoded() -> None:
@@ -168,7 +173,7 @@ def test_lossy_contributions_are_compared_as_they_were_decoded() -> None:
     coded = [codec.encode(row, None, 0) for row in rows]
     operation = Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 5000, codec=codec)
     several = [Contribution(i, 1.0, bytes(row)) for i, row in enumerate(coded)]
-    measures = Measures(1, 0, Memory(), [])
+    measures = Measures(1, 0, 65_536, Memory(), [])
     command = Reduce("g", 1, KEY, 0, operation, 0, codec.nbytes(5000), 5000, None, several, (), True)
     reduce(command._replace(squares=[], measures=measures))
     sums = np.sum([[list(one) for one in found.members] for found in measures.found], axis=0)
@@ -204,10 +209,67 @@ def test_figures_of_data_shards_add_up_and_travel() -> None:
             unpack_figures(bad)
 
 
-def test_small_rounds_are_measured_whole_and_large_ones_in_part() -> None:
-    assert Sampling.of([40_000], 1).stride == 1
-    assert Sampling.of([512 * 1024] * 8, 1).stride == 1
-    assert Sampling.of([512 * 1024] * 32, 1).stride == 8
-    assert Sampling.of([512 * 1024] * 32, 2).stride == 4
-    assert Sampling.of([100_000_000], 1).stride == 47
-    assert Sampling.of([4] * 16_384, 1).stride == 64
+def strides(sizes: list[int], sections: int = 1) -> tuple[int, ...]:
+    each = [range(place, len(sizes), sections) for place in range(sections)]
+    return Sampling.of([Span(0, size, UNIT) for size in sizes], each).strides
+
+
+def test_of_large_rounds_a_smaller_share_is_measured() -> None:
+    assert strides([10_000]) == (1,)
+    assert strides([UNIT * 2]) == (2,)
+    assert strides([UNIT] * 7) == (7,) * 7
+    assert strides([UNIT] * 24) == (8,) * 24
+    assert strides([UNIT] * 32, 2) == (8,) * 32
+    assert strides([UNIT] * 120) == (40,) * 120
+    assert strides([25_000_000]) == (63,)
+    assert strides([1] * 16_384) == (64,) * 16_384
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 900), st.integers(1, 900)), min_size=1, max_size=12),
+    sections=st.integers(1, 3),
+    turn=st.integers(0, 10_000),
+)
+def test_each_round_of_each_section_has_a_unit_that_is_measured(
+    spans: list[tuple[int, int]], sections: int, turn: int
+) -> None:
+    several = [Span(start, start + size, 7) for start, size in spans]
+    each = [range(place, len(spans), sections) for place in range(min(sections, len(spans)))]
+    sampling = Sampling.of(several, each)
+    for parts in each:
+        units = sum(-(-several[part].stop // 7) - several[part].start // 7 for part in parts)
+        seen = 0
+        for part in parts:
+            measures, (start, stop, unit) = sampling.measures(part, turn), several[part]
+            for first in range(start - start % unit, stop, unit):
+                seen += is_due(measures, first, first + unit, 1.0) is not None
+        assert 1 <= seen <= max(6, 2 + units // 8)
+
+
+def test_rows_of_a_block_stand_for_all_of_it_and_others_are_seen_each_time() -> None:
+    random, usual, seen = np.random.default_rng(6), Memory(), set()
+    rows = [random.normal(size=UNIT * 2).astype(np.float32) for _ in range(3)]
+    for turn in range(128):
+        (found,) = measured(rows, stride=2, turn=turn, usual=usual)
+        half = slice(None, UNIT) if turn % 2 == 0 else slice(UNIT, None)
+        known = expected([row[half] for row in rows], [1.0] * 3)
+        assert found.numel == UNIT
+        assert np.allclose([one[1] for one in found.members], [one[1] for one in known], rtol=0.2)
+        seen.add(found.members[0][1])
+    assert len(seen) == 128
+    whole = expected(rows, [1.0] * 3)[0][1]
+    assert sum(seen) == pytest.approx(64 * whole, rel=1e-5), "all rows, sixty-four times"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fault_that_is_there_from_the_first_round_on_is_seen_between_the_rows(dtype: str) -> None:
+    random, usual = np.random.default_rng(7), Memory()
+    rows = [random.normal(size=UNIT).astype(np.float32) for _ in range(2)]
+    if dtype == "bfloat16":
+        rows = [(row.view(np.uint32) >> 16).astype(np.uint16) for row in rows]
+    for turn in range(4):
+        wrong = rows[1].copy()
+        wrong[700 + 5000 * turn] = np.float32(1e33).view(np.uint32) >> 16 if dtype == "bfloat16" else 1e33
+        (found,) = measured([rows[0], wrong], turn=turn, usual=usual, dtype=dtype)
+        assert found.stood_out
+        assert found.members[1][1] > 1e60 > 1e9 > found.members[0][1]

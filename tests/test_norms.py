@@ -27,7 +27,7 @@ from gradserver.protocol.messages import Push
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.shards import Table
 from gradserver.reducer import reduce
-from gradserver.squares import _by_matmul, _dots, joined as added, products, squares
+from gradserver.squares import _by_matmul, dots, joined as added, products, squares
 from gradserver.worker.client import Worker
 from gradserver.worker.norms import clip_factor, norm_of
 from gradserver.worker.planes.communicator import Communicator
@@ -163,7 +163,7 @@ def test_an_inner_product_is_exact_and_does_not_depend_on_how_arrays_are_cut(
 
 def test_rows_have_the_same_sums_with_every_numpy() -> None:
     left, right = np.random.default_rng(4).standard_normal((2, 512, 256), np.float32)
-    assert _dots(left, right).tobytes() == _by_matmul(left, right).tobytes()
+    assert dots(left, right).tobytes() == _by_matmul(left, right).tobytes()
 
 
 # ── at workers ────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ def figures(rows: list[Array], weights: list[float] | None = None) -> Figures:
     """Compare ``rows`` as the reducer does."""
     weights = weights or [1.0] * len(rows)
     mean = np.average(rows, axis=0, weights=weights).astype(np.float32)
-    measures = Measures(1, 0, Memory(), [])
+    measures = Measures(1, 0, 1 << 20, Memory(), [])
     values = [row.astype(np.float32) for row in rows]
     with np.errstate(all="ignore"):
         of_mean = float(mean.astype(np.float64) @ mean.astype(np.float64))
@@ -68,7 +68,7 @@ def test_no_weight_and_no_value_ends_in_an_error(given_: list[tuple[float, float
     with np.errstate(all="ignore"):
         rows = [np.full(5, value).astype(np.float64 if is_double else np.float32) for _, value in given_]
         mean = np.average([row.astype(np.float64) for row in rows], axis=0, weights=weights).astype(rows[0].dtype)
-        measures = Measures(1, 0, Memory(), [])
+        measures = Measures(1, 0, 1 << 20, Memory(), [])
         compare(measures, list(enumerate(weights)), rows, mean, float(np.dot(mean, mean)), True, False)
     tally = Tally()
     tally.expect(5)

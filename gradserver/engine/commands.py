@@ -51,7 +51,7 @@ class Digests(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Comparison of the contributions to one block of a mean, of ``numel`` elements.
+    """Comparison of the contributions to one block of a mean, of ``numel`` elements. Sums are scaled to all of them.
 
     Attributes:
         stood_out: whether it was measured because its mean was larger than usual, and not because it was its turn.
@@ -72,13 +72,15 @@ class Measures(NamedTuple):
     """Comparisons that are wanted of a reduction; the reducer puts them into ``found``.
 
     Attributes:
-        stride: so many blocks have one that is measured.
-        turn: number that tells which one it is.
+        stride: so many units have one that is measured.
+        turn: number that tells which one it is: that of the unit ``-turn``, and every ``stride`` units another one.
+        unit: elements of a unit. The first one begins with the bucket.
         usual: memory of the usual sums of squares, from one round to the next.
     """
 
     stride: int
     turn: int
+    unit: int
     usual: Memory
     found: list[Measured]
 

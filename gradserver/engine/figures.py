@@ -12,20 +12,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gradserver.engine.commands import Measured, Memory
+from gradserver.engine.commands import Measured, Measures, Memory, make
 from gradserver.engine.records import column, uncolumn
 from gradserver.protocol.checks import brief
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.limits import KIB, MAX_BUCKETS, MAX_WORLD_SIZE
 
 BLOCK_BYTES: Final = 512 * KIB
-"""Size of a block that is measured or left out, about."""
-_ALWAYS: Final = 8
-"""Number of blocks up to which all of a round are measured."""
-_SAMPLED: Final = 4
-"""Number of blocks of a larger round that are measured, about."""
+"""Size of a unit: what a reduction computes at a time, about."""
+_APART: Final = 8
+"""One unit in so many is measured, at most, or one of a round that has fewer."""
+_SAMPLED: Final = 3
+"""Number of units of a large round that are measured, about."""
 _RAREST: Final = 64
-"""One block in so many is measured, at least."""
+"""One unit in so many is measured, at least."""
 
 
 class OfMember(NamedTuple):
@@ -97,23 +97,51 @@ def added(figures: Iterable[Figures]) -> Figures:
     )
 
 
+class Span(NamedTuple):
+    """Elements of a bucket, from ``start`` up to ``stop``, of which ``unit`` are measured or left out together."""
+
+    start: int
+    stop: int
+    unit: int
+
+
 @dataclass(slots=True)
 class Sampling:
-    """Choice of the blocks that are measured: one in ``stride`` of a round, other ones in the next.
+    """Choice of the units that are measured: one in ``strides`` of a round, other ones in the next.
+
+    The units of a section's buckets are counted one behind the other, so that each round has one that is measured.
 
     Attributes:
-        stride: so many blocks have one that is measured.
-        usual: the usual sums of squares of blocks of each bucket's mean, which only the reducer looks into.
+        strides: so many units have one that is measured, by bucket.
+        firsts: number of the unit with which the bucket would begin, less that of its own first unit.
+        units: elements of a unit, by bucket.
+        usual: the usual sums of squares of each bucket's mean, which only the reducer looks into.
     """
 
-    stride: int = 1
+    strides: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
     usual: defaultdict[int, Memory] = field(default_factory=lambda: defaultdict(Memory))
 
     @classmethod
-    def of(cls, sizes: Iterable[int], sections: int) -> Sampling:
-        """Make the choice for buckets of these ``sizes``, in bytes, of so many sections that take turns."""
-        blocks = sum(-(-nbytes // BLOCK_BYTES) for nbytes in sizes) / sections
-        return cls(1 if blocks <= _ALWAYS else min(_RAREST, int(blocks / _SAMPLED)))
+    def of(cls, spans: Sequence[Span], sections: Iterable[Iterable[int]]) -> Sampling:
+        """Make the choice for these parts of buckets, which are in so many ``sections`` that take turns."""
+        strides, firsts = [1] * len(spans), [0] * len(spans)
+        for parts in map(list, sections):
+            count = 0
+            for part in parts:
+                start, stop, unit = spans[part]
+                firsts[part] = count - start // unit
+                count += -(-stop // unit) - start // unit
+            stride = max(1, min(_RAREST, max(count // _SAMPLED, min(count, _APART))))
+            for part in parts:
+                strides[part] = stride
+        return cls(tuple(strides), tuple(firsts), tuple(span.unit for span in spans))
+
+    def measures(self, part: int, turn: int) -> Measures:
+        """Return what is to be measured of a bucket when its section has its turn for the ``turn``-th time."""
+        stride, first, unit = self.strides[part], self.firsts[part], self.units[part]
+        return make(Measures, (stride, first + turn, unit, self.usual[part], []))
 
 
 class _Sums:

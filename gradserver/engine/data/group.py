@@ -18,8 +18,9 @@ from gradserver.engine.data.sequences import Sequences
 from gradserver.engine.data.stragglers import Stragglers
 from gradserver.engine.data.traffic import Traffic
 from gradserver.engine.data.witnesses import Witnesses
-from gradserver.engine.figures import Sampling
+from gradserver.engine.figures import BLOCK_BYTES, Sampling, Span
 from gradserver.engine.orders import OpenGroup
+from gradserver.protocol.codecs.base import BLOCK as CODEC_BLOCK
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import (
@@ -185,8 +186,19 @@ class Group:
     def measures(self, key: ExchangeKey) -> Measures:
         """Return what is to be measured of the contributions to a bucket of a round."""
         sections = 1 if self.plan is None else len(self.plan.each)
-        turn = key.number // sections + key.part
-        return Measures(self.sampling.stride, turn, self.sampling.usual[key.part], [])
+        return self.sampling.measures(key.part, key.number // sections)
+
+    def _spans(self, plan: Plan) -> list[Span]:
+        """Return the elements of each bucket that come to this shard, and how many are compared or left out at once."""
+        spans = []
+        for part, bucket in enumerate(plan.buckets):
+            operation = bucket.operation
+            layout, start, stop = self.share(ExchangeKey(BUCKET, 0, part), operation)
+            size = max(4, operation.dtype.itemsize)  # sums are in fp32, or wider
+            unit = CODEC_BLOCK if operation.is_lossy else BLOCK_BYTES // size
+            whole = (layout.span(start)[0], layout.span(stop - 1)[1]) if start < stop else (0, 0)
+            spans.append(Span(*whole, unit))
+        return spans
 
     def agree(self, plan: Plan, first_round: int) -> None:
         """Exchange the buckets of ``plan`` from ``first_round`` on."""
@@ -196,7 +208,7 @@ class Group:
             self.listeners.make_room(KEPT_ROUNDS * plan.nbytes)
         self.table.set_plan(plan)
         self.full_buckets = self.table.buckets_of(plan, self.order.shard)
-        self.sampling = Sampling.of(self._sizes(plan), len(plan.each))
+        self.sampling = Sampling.of(self._spans(plan), (section.parts for section in plan.each))
         if self.order.digests:
             self._hash(plan)
         self.sequences.begin_buckets(first_round)

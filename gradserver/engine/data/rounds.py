@@ -185,7 +185,10 @@ class Round:
 
     def compare(self, part: int, numel: int) -> None:
         """Note that contributions to ``numel`` elements of bucket ``part`` are compared."""
-        self.tallies.setdefault(part, Tally()).expect(numel)
+        tally = self.tallies.get(part)
+        if tally is None:
+            tally = self.tallies[part] = Tally()
+        tally.expect(numel)
 
     def not_finite(self, member_id: int, part: int, element: int, slices: int = 1) -> None:
         """Note that ``member_id`` gave bucket ``part`` a value that is not finite; ``element`` is the first, or -1."""

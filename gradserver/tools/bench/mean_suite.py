@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from gradserver.daemon import keep_memory
-from gradserver.engine.commands import Contribution, Measures, Memory, Reduce
-from gradserver.engine.figures import Sampling
+from gradserver.engine.commands import Contribution, Reduce
+from gradserver.engine.figures import BLOCK_BYTES, Sampling, Span
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from gradserver.protocol.means import PLAIN, Mean
@@ -64,11 +64,11 @@ def _measure(
     given = [Contribution(rank, weight, row.data) for rank, (weight, row) in enumerate(zip(weights, rows, strict=True))]
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, numel)
     where = "bench", 1, _KEY, 0, operation, 0, result.nbytes, numel, None, given, (result.data,), False
-    stride, usual = Sampling.of([result.nbytes], 1).stride, Memory()
+    sampling = Sampling.of([Span(0, numel, BLOCK_BYTES // FLOAT_BYTES)], [[0]])
     times, wrong = {name: list[float]() for name in rules}, dict.fromkeys(rules, 0)
     for turn in range(repetitions + 1):
         for name, rule in rules.items():
-            measures = Measures(stride, turn, usual, []) if name == _COMPARED else None
+            measures = sampling.measures(0, turn) if name == _COMPARED else None
             squares: list[float] | None = [] if name in (_WITH_NORMS, _COMPARED) else None
             began = time.thread_time()  # nothing here waits, and other programs' time must not count
             reduce(Reduce(*where, mean=rule, squares=squares, measures=measures))
