@@ -1,4 +1,4 @@
-"""Fifty steps of a small transformer: by several workers, or by one process on the same samples.
+"""Some steps of a small transformer: by several workers, or by one process on the same samples.
 
 Run as ``training.py URL RANK CASES``, a case being (world size, recipe): joins one group after another and
 prints, as JSON lines, what each ended with.
@@ -20,9 +20,11 @@ from torch.nn import functional as F
 import gradserver
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from tests.examples import examples
 from tests.models import Transformer, tokens
 
-STEPS = 50
+STEPS = min(examples(30), 50)
+"""Steps of each training: fewer in the fast suite, which begins to differ by a fault in the first ones."""
 ROWS = 12
 """Rows of the global batch: they can be shared evenly among 1, 2, 3 or 4."""
 
