@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-lowest chaos kills mutants gpu docs check format clean
+.PHONY: help setup demo test test-long test-lowest chaos chaos-long kills mutants gpu docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -50,9 +50,24 @@ test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt
 	$(LOWEST)/bin/pytest -m "not long" -W default --ignore tests/test_import_rules.py --ignore tests/test_packaging.py \
 	  --deselect tests/test_deploy.py::test_container_is_built_from_all_that_the_package_needs $(TEST_ARGS)
 
-chaos: $(STAMP) ## Disturb a group with one shard and one with three, for 40 s each, and recompute every round
-	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 50 $(CHAOS_ARGS)
-	$(BIN)/gradserver chaos --workers 8 --seconds 40 --least 40 --shards 3 --apart 4 $(CHAOS_ARGS)
+# What continuous integration runs: less than a minute. Gradients, a lossy wire over three shards, and local SGD.
+chaos: $(STAMP) ## Disturb three groups for a quarter of a minute each, and recompute every round
+	$(BIN)/gradserver chaos --workers 6 --seconds 13 --least 5 $(CHAOS_ARGS)
+	$(BIN)/gradserver chaos --workers 6 --seconds 12 --least 3 --shards 3 --apart 4 --wire int8 $(CHAOS_ARGS)
+	$(BIN)/gradserver chaos --workers 4 --seconds 12 --least 2 --local nesterov --fragments 2 $(CHAOS_ARGS)
+
+chaos-long: $(STAMP) ## Disturb groups of each kind, for a minute each
+	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 70 $(CHAOS_ARGS)
+	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 60 --shards 3 --apart 4 $(CHAOS_ARGS)
+	for mode in bounded async; do $(BIN)/gradserver chaos --mode $$mode --workers 6 --shards 2 --seconds 60 --every 1.5 \
+	  --events kill,midpush,slow,join,shard --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done
+	for local in average nesterov; do for wire in fp32 int8; do $(BIN)/gradserver chaos --local $$local --fragments 2 \
+	  --wire $$wire --workers 6 --shards 2 --seconds 60 --every 1.5 --events kill,midpush,slow,join,shard \
+	  --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done; done
+	for wire in bf16 fp16 topk:0.05 randomk:0.1; do $(BIN)/gradserver chaos --wire $$wire --workers 6 --seconds 60 \
+	  --every 1.5 --events kill,midpush,slow,join --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done
+	for plane in direct hierarchical; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 --every 1.5 \
+	  --events kill,midpush $(CHAOS_ARGS) || exit 1; done
 
 kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of group, and compare the weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills

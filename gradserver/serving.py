@@ -211,17 +211,20 @@ def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | N
 
     if plane in AMONG_MEMBERS and lateness is not None:
         what = f"--mode {mode.name}" if mode.grants else "--quorum or --backup"
+        other = "use --mode sync" if mode.grants else "--quorum and --backup"
         raise InvalidArgumentError(
-            f"--plane {plane} is not possible with {what}: workers that reduce among themselves wait for all"
+            f"--plane {plane} is not possible with {what}: workers that reduce among themselves wait for all. "
+            f"Leave out --plane, or {other}"
         )
     if plane in AMONG_MEMBERS and policy.mean.is_robust:
         raise InvalidArgumentError(
             f"--plane {plane} is not possible with --mean {policy.mean}: libraries that reduce among workers only add "
-            f"up"
+            f"up. Leave out --plane, or --mean"
         )
     if plane in AMONG_MEMBERS and policy.audit.share:
         raise InvalidArgumentError(
-            f"--plane {plane} is not possible with --audit {policy.audit}: the coordinator compares the contributions"
+            f"--plane {plane} is not possible with --audit {policy.audit}: the coordinator compares the contributions. "
+            f"Leave out --plane, or --audit"
         )
     if plane in AMONG_MEMBERS and policy.outliers is not OnOutlier.REPORT:
         raise InvalidArgumentError(

@@ -19,12 +19,18 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Status, StatusRequest
+from gradserver.protocol.planes import DIRECT, HIERARCHICAL
 from gradserver.protocol.transport.dealer import Dealer
 from gradserver.protocol.transport.reach import reach
 from gradserver.protocol.url import IS_IT_RUNNING, beside, not_answered
 from gradserver.protocol.wire import decode, encode
 from gradserver.tables import counted, table
 
+_UNMEASURED: Final = {
+    DIRECT: "noise scale, norms and cosines: not measured on plane direct, as gradients do not come to the coordinator",
+    HIERARCHICAL: "norms and cosines of workers: not measured on plane hierarchical, where those of hosts are",
+}
+"""Figures of gradients that the coordinator cannot measure, by plane."""
 _PATIENCE: Final = 3.0
 """Seconds for a coordinator to accept a connection, and then to answer."""
 
@@ -214,7 +220,8 @@ def _plane(plane: dict[str, Any]) -> list[str]:
     """Render how the gradients travel, and why; nothing if no worker has told what it can do."""
     if not plane["reason"]:
         return []
-    return [f"  plane: {plane['name']}, because {plane['reason']}", f"  devices: {plane['devices']}"]
+    unmeasured = [f"  {_UNMEASURED[plane['name']]}"] if plane["name"] in _UNMEASURED else []
+    return [f"  plane: {plane['name']}, because {plane['reason']}", f"  devices: {plane['devices']}", *unmeasured]
 
 
 def _members(group: dict[str, Any]) -> list[str]:

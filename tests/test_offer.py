@@ -22,6 +22,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_TROUBLE
 from gradserver.protocol.offers import Device, Offer, pack_offers, unpack_offers
+from gradserver.status import render
 from gradserver.transport.server import TcpServer
 from gradserver.worker.offer import is_nccl_available, offer_of
 from tests.cluster import Daemon, Task, coordinator, joined, together, wait_until
@@ -286,8 +287,41 @@ def test_direct_is_refused_where_rounds_leave_stragglers_behind() -> None:
     assert ran.returncode == 1
     assert ran.stderr == (
         "gradserver: --plane direct is not possible with --quorum or --backup: workers that reduce among themselves "
-        "wait for all\n"
+        "wait for all. Leave out --plane, or --quorum and --backup\n"
     )
+
+
+@pytest.mark.parametrize("mode", ["bounded", "async"])
+@pytest.mark.parametrize("plane", ["direct", "hierarchical"])
+def test_planes_among_workers_are_refused_in_modes_that_wait_for_none(mode: str, plane: str) -> None:
+    command = [sys.executable, "-m", "gradserver", "serve", "--workers", "2:4", "--mode", mode, "--plane", plane]
+    ran = subprocess.run(
+        [*command, *(["--staleness", "2"] if mode == "bounded" else [])],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        f"gradserver: --plane {plane} is not possible with --mode {mode}: workers that reduce among themselves wait "
+        f"for all. Leave out --plane, or use --mode sync\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plane", "text"),
+    [
+        ("direct", "  noise scale, norms and cosines: not measured on plane direct, as gradients do not come"),
+        ("hierarchical", "  norms and cosines of workers: not measured on plane hierarchical, where those of hosts"),
+        ("in_process", None),
+    ],
+)
+def test_the_status_says_what_is_not_measured(plane: str, text: str | None) -> None:
+    with gradserver.LocalCluster(2) as cluster:
+        snapshot: Any = cluster.snapshot()
+    snapshot["groups"]["local"]["plane"]["name"] = plane
+    shown = render({"uptime": 0.0, "groups": {}, "url": ""}, {"uptime": 1.0, "url": "", **snapshot})
+    found = [line for line in shown if "not measured" in line]
+    assert len(found) == (text is not None)
+    assert all(line.startswith(text or "") for line in found)
 
 
 def test_threads_of_one_process_have_a_plane_too() -> None:
