@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from gradserver.tools.bench import arguments as parse, codec_suite, suites
 from gradserver.tools.bench.contenders import wrong
 from gradserver.tools.bench.fleet import Fleet, Needs
 from gradserver.tools.bench.member import mean_pattern, pattern
-from gradserver.tools.bench.modes import MODES, Mode, Scenario
+from gradserver.tools.bench.mode_plot import save_plot as save_mode_plot
+from gradserver.tools.bench.mode_report import Finished, Reference, load, save, tables
+from gradserver.tools.bench.modes import MODES, USUAL, Mode, Scenario, scenario_of
 from gradserver.tools.bench.plot import save_plot
 from gradserver.tools.bench.processes import Processes
 from gradserver.tools.bench.report import Row, Table, conclusion
@@ -34,6 +37,7 @@ from gradserver.tools.bench.spec import Case, Contender, Link, Seat
 from gradserver.tools.bench.stats import Stats, figures, size_name
 from gradserver.tools.common import netns
 from gradserver.tools.common.processes import RunError
+from gradserver.tools.demo.settings import Settings as ModelSettings
 from tests.cluster import Program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -553,42 +557,104 @@ def test_conclusions() -> None:
 # ── modes ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_faster_workers_take_more_of_the_samples_and_longer_intervals() -> None:
-    mode = Mode("by speed", "local", {"every": 16}, serve=("--quorum", "1"), by_speed=True)
-    slowness = (3.0, 1.0)
-    assert [mode.steps_of(rank, 200, slowness) for rank in (0, 1)] == [100, 300]
-    assert [mode.options_of(rank, slowness)["every"] for rank in (0, 1)] == [8, 24]
+def a_training(
+    mode: Mode = MODES[0], loss: float = 2.0, batches: Sequence[Sequence[tuple[float, int]]] = (), **other: Any
+) -> Finished:
+    workers = [
+        {
+            "began": 100.0,
+            "ended": 112.0,
+            "loss": loss,
+            "weights": "same",
+            "nbytes": 3_000_000,
+            "batches": list(mine),
+            "processor": 1.0,
+            "staleness": 0.5,
+            "most_stale": rank,
+            **other,
+        }
+        for rank, mine in enumerate(batches or [[(102.0, 8), (110.0, 8)], [(103.0, 24), (111.0, 24)]])
+    ]
+    references = [Reference([2.0, 4.0], [1.8, 3.6]), Reference([2.0, 4.0], [1.8, 3.6])]
+    return Finished(Scenario("slow", (3.0, 1.0), 12.5e6), mode, ModelSettings(batch=16), workers, references)
+
+
+def test_modes_and_scenarios_travel_as_json() -> None:
+    mode = Mode("some", "local", {"every": 16}, serve=("--quorum", "1"))
     assert Mode.from_json(mode.to_json()) == mode
-    assert MODES[1].steps_of(0, 200, slowness) == 200
-    scenario = Scenario("slow", slowness, 12.5e6)
+    scenario = scenario_of("unequal", 3, 3.0, 12.5e6)
+    assert scenario == Scenario("the first worker 3 times slower", (3.0, 1.0, 1.0))
     assert Scenario.from_json(scenario.to_json()) == scenario
+    assert scenario_of("link", 2, 3.0, 12.5e6) == Scenario("links of 100 Mbit/s", (1.0, 1.0), 12.5e6)
     assert len({one.name for one in MODES}) == len(MODES)
+    assert set(USUAL) <= {one.name for one in MODES}
+
+
+def test_a_rate_counts_samples_behind_the_first_tenth_beside_workers_by_themselves() -> None:
+    one = a_training()
+    assert one.seconds == 12.0
+    assert one.samples == 64
+    assert one.rate == (64 - 8) / (112.0 - 102.0)  # the first 8 samples are more than a tenth
+    assert (one.alone, one.together) == (6.0, 5.4)
+    assert one.share == one.rate / 6.0
+    assert one.is_same
+
+
+def test_trainings_are_shown_by_medians_and_ranges() -> None:
+    local = next(mode for mode in MODES if mode.name == "local")
+    found = [a_training(local, loss) for loss in (2.02, 1.96, 2.10)] + [a_training()]
+    lines = tables(found)
+    assert lines[1] == "slow"
+    assert lines[3].split()[:3] == ["sync", "2.0000", "+0.0%"]
+    assert lines[4].split()[:6] == ["local", "2.0200", "+1.0%", "(-2.0%", "…", "+5.0%)"]
+    assert lines[-1] == "  all at once, without exchange: 90% of that"
+
+
+def test_trainings_of_several_runs_come_into_one_file(tmp_path: Path) -> None:
+    path, one = tmp_path / "modes.json", a_training()
+    assert load(path, one.settings) == []
+    save(path, {"runs": [one.to_json()]})
+    (again,) = load(path, one.settings)
+    assert json.dumps(again.to_json()) == json.dumps(one.to_json())
+    assert again.rate == one.rate
+    with pytest.raises(RunError, match="other settings"):
+        load(path, ModelSettings(batch=8))
+    path.write_text("{}")
+    with pytest.raises(RunError, match="has no trainings"):
+        load(path, one.settings)
+
+
+def test_picture_has_a_panel_for_each_scenario(tmp_path: Path) -> None:
+    save_mode_plot(tmp_path / "modes.png", [a_training(mode) for mode in MODES[:3]])
+    assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
-def test_every_mode_trains_and_says_what_it_costs() -> None:
-    chosen = "alone,sync,local,streaming-int8,streaming-by-speed"
-    words = ("--quick", "--steps", "16", "--scenarios", "unequal", "--modes", chosen, "--json")
-    runs = {one["mode"]["name"]: one for one in json.loads(bench("modes", *words))["runs"]}
-    assert ",".join(runs) == chosen
-    assert all(one["same_bits"] for name, one in runs.items() if name != "alone")
+def test_every_mode_trains_and_says_what_it_costs(tmp_path: Path) -> None:
+    path, names = tmp_path / "modes.json", [mode.name for mode in MODES]
+    words = ("--quick", "--batch", "4", "--steps", "16", "--scenarios", "unequal", "--add", str(path))
+    bench("modes", *words, "--modes", "sync,local")
+    first = {one["mode"]["name"]: one for one in json.loads(path.read_text())["runs"]}
+    found = json.loads(bench("modes", *words, "--modes", ",".join(names), "--json"))["runs"]
+    runs = {one["mode"]["name"]: one for one in found}
+    assert sorted(one["mode"]["name"] for one in found) == sorted(names)
+    assert first.items() <= runs.items()  # they were not trained again
+    assert all(one["same_bits"] for one in found)
+    for one in found:
+        assert sum(count for worker in one["workers"] for _, count in worker["batches"]) == 16 * 2 * 4
     nbytes = {name: one["workers"][0]["nbytes"] for name, one in runs.items()}
-    assert nbytes["alone"] < nbytes["streaming-int8"] < nbytes["local"] < nbytes["sync"] / 10
-    assert [worker["steps"] for worker in runs["streaming-by-speed"]["workers"]] == [8, 24]
+    assert nbytes["streaming-int8"] < nbytes["local"] < nbytes["sync"] / 10
 
 
 @pytest.mark.long
-def test_modes_for_unequal_workers_use_all_samples_and_give_more_to_the_faster() -> None:
-    chosen = ("--modes", "balanced,ranges,cadence", "--scenarios", "unequal", "--slow", "6")
-    found = json.loads(bench("modes", "--quick", "--steps", "48", *chosen, "--json"))
-    runs = {one["mode"]["name"]: one for one in found["runs"]}
-    for one in runs.values():
-        assert one["same_bits"]
-        slow, fast = one["workers"]
-        assert slow["samples"] + fast["samples"] == 48 * 2 * 4
-        assert slow["samples"] < fast["samples"]
-    assert runs["balanced"]["workers"][0]["steps"] == runs["balanced"]["workers"][1]["steps"] == 48
-    assert runs["cadence"]["workers"][0]["steps"] < runs["cadence"]["workers"][1]["steps"]
+def test_modes_for_unequal_workers_give_more_to_the_faster() -> None:
+    chosen = ("--modes", "balanced,ranges,cadence,local-balanced", "--scenarios", "unequal", "--slow", "6")
+    found = json.loads(bench("modes", "--quick", "--batch", "4", "--steps", "48", *chosen, "--json"))
+    for one in found["runs"]:
+        slow, fast = ([count for _, count in worker["batches"]] for worker in one["workers"])
+        assert sum(slow) + sum(fast) == 48 * 2 * 4
+        assert sum(slow) < sum(fast), one["mode"]["name"]
+        assert one["mode"]["name"] != "balanced" or len(slow) == len(fast) == 48
 
 
 # ── a large model ─────────────────────────────────────────────────────────────────────────────────────

@@ -161,16 +161,22 @@ def _add_modes(one: argparse.ArgumentParser) -> None:
     """Add the options of the suite `modes`."""
     names, places = [mode.name for mode in modes.MODES], modes.SCENARIOS
     _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of workers")
-    _option(one, "--modes", parse.listed(parse.one_of(*names)), ",".join(names), "NAME,…", "modes, in turns")
+    text = f"modes, in turns, of {', '.join(names)}"
+    _option(one, "--modes", parse.listed(parse.one_of(*names)), ",".join(modes.USUAL), "NAME,…", text)
     text = "equal workers, a slower one among them, and equal ones with slow links, which requires root"
     _option(one, "--scenarios", parse.listed(parse.one_of(*places)), "equal,unequal", "NAME,…", text)
-    _option(one, "--steps", _count, "800", "N", "batches of each worker, on average")
-    _option(one, "--batch", parse.whole(1, 1024), "4", "N", "sequences in a batch")
+    _option(one, "--steps", _count, "320", "N", "batches of each worker, on average")
+    _option(one, "--batch", parse.whole(1, 1024), "16", "N", "sequences in a batch")
     _option(one, "--slow", number(float, 1.0, 100.0), "3", "X", "how many times slower a slower worker is")
     _option(one, "--rate", parse.rate, "100mbit", "RATE", "rate of slow links")
     _option(one, "--seconds", parse.whole(1, 100_000), "3600", "S", "time limit of one training")
+    text = "trainings of each mode, with those of --add; the table has their medians and ranges"
+    _option(one, "--repetitions", _count, "1", "N", text)
+    text = "JSON file to add each training to. What it has already is shown, and not trained again"
+    one.add_argument("--add", type=Path, metavar="FILE", help=text)
     one.add_argument("--quick", action="store_true", help="train a tiny model, to see that everything works")
     one.add_argument("--json", action="store_true", help="print only one JSON document")
+    one.add_argument("--plot", type=parse.picture, metavar="FILE.png", help="save a picture")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -180,7 +186,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gradserver bench: {reason}", file=sys.stderr)
         return 2
     if arguments.suite == "modes":
-        return modes.run(arguments)
+        from gradserver.tools.bench import mode_suite
+
+        return mode_suite.run(arguments)
     if arguments.suite == "large":
         from gradserver.tools.bench import large
 

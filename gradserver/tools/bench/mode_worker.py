@@ -1,37 +1,41 @@
 """One worker of the suite `modes`, started as ``python -m gradserver.tools.bench.mode_worker``.
 
-It trains as its mode says, and prints one line of JSON: what `Outcome` has. `KINDS` has a function for each kind of
-mode: it wraps a module.
+It takes requests on standard input and answers on standard output, one line of JSON each. So one start, and one import
+of torch, is enough for the trainings of a scenario:
+
+    {"do": "alone", "seconds": …}          train a copy without exchange          {"rate": …}
+    {"do": "train", "mode": …, "url": …}   train as a mode says                   what `Outcome` has
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import traceback
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from itertools import cycle
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import gradserver
 from gradserver import Worker
 from gradserver.status import fetch
+from gradserver.tools.bench.mode_kinds import KINDS, Batch, Update, equal_batches
 from gradserver.tools.bench.modes import Mode, Scenario
 from gradserver.tools.common.processes import reserve_stdout
 from gradserver.tools.demo.corpus import Corpus
 from gradserver.tools.demo.model import GPT, state_sha256
 from gradserver.tools.demo.settings import Settings
-from gradserver.tools.demo.train import make_optimizer, mean_loss, validation_loss
+from gradserver.tools.demo.train import mean_loss, validation_loss
 
 _TIMEOUT: Final = 300.0
 _WARM: Final = 2
-"""Steps before the measurement: the first ones allocate."""
+"""Steps before a measurement: the first ones allocate."""
 
 
 @dataclass(frozen=True)
@@ -39,232 +43,139 @@ class Outcome:
     """Measurements of one worker.
 
     Attributes:
-        seconds: duration of the training, from the moment when all workers are ready.
-        steps: batches that this worker has trained on.
+        began: moment when all workers were ready, in seconds of this machine's monotonic clock.
+        ended: moment when the training was over.
         loss: loss on held-out text.
         weights: hash of the weights, the same at all workers.
         nbytes: bytes between the coordinator and all workers, both ways; 0 at all ranks but the first.
+        batches: moment of the end, and number of samples, of each of this worker's batches.
+        processor: seconds of processor time, of all threads.
         staleness: mean staleness of this worker's contributions, in rounds.
         most_stale: the largest.
-        samples: samples in this worker's batches.
     """
 
-    seconds: float
-    steps: int
+    began: float
+    ended: float
     loss: float
     weights: str
     nbytes: int
+    batches: list[tuple[float, int]]
+    processor: float
     staleness: float = 0.0
     most_stale: int = 0
-    samples: int = 0
 
 
-Place = tuple[int, int]
-"""Step and row of a sample."""
+class Device:
+    """A device that is ``slowness`` times slower than this one: it waits in each step, and takes no core meanwhile.
 
-
-class Update:
-    """The update of a module: the learning rate, clipping, and the optimizer's step.
-
-    Attributes:
-        settings: the training.
-        optimizer: the optimizer.
+    It waits before each block's forward, and twice as long before each block's backward, as computation is spread over
+    a step. So gradients are there as early as they would be on a slower device.
     """
 
-    def __init__(self, settings: Settings, module: nn.Module) -> None:
-        self.settings = settings
-        self.optimizer: Optimizer = make_optimizer(module)
-        self._parameters = list(module.parameters())
+    def __init__(self, slowness: float) -> None:
+        self._slowness = slowness
+        self._began = self._part = 0.0
+        self._cost = 0.0
+        """Seconds of a sample in the step before. Time spent in waiting does not count."""
 
-    def __call__(self, progress: float) -> None:
-        """Update, when a share ``progress`` of the training is done."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate_at(progress * self.settings.steps)
-        nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm)
-        self.optimizer.step()
+    def slow_down(self, module: GPT) -> None:
+        """Compute ``module`` as slowly as the device does."""
+        if self._slowness > 1:
+            for block in module.blocks:
+                block.register_forward_hook(self._computed)
 
+    def begin(self, samples: int, blocks: int) -> None:
+        """Begin a step of so many samples."""
+        self._part = self._cost * samples * (self._slowness - 1) / (3 * blocks)
+        self._began = time.thread_time()
 
-class Trained(NamedTuple):
-    """A module as a mode trains it.
+    def _computed(self, _block: nn.Module, _inputs: object, output: Tensor) -> None:
+        time.sleep(self._part)
+        if output.requires_grad:
+            output.register_hook(self._differentiated)  # type: ignore[no-untyped-call]
 
-    Attributes:
-        model: what the loop calls.
-        block: makes the context of the loop, for workers with different numbers of batches.
-        updates: yields for each update that a backward leads to, with the share of the training that is done. It gets
-            the share of this worker's batches.
-        staleness: returns mean and largest staleness of the contributions so far.
-        batches: the samples of each of this worker's batches; None for its rows of each step.
-    """
+    def _differentiated(self, _gradient: Tensor) -> None:
+        time.sleep(2 * self._part)
 
-    model: nn.Module
-    block: Callable[[], AbstractContextManager[None]]
-    updates: Callable[[float], Iterable[float]] = lambda progress: (progress,)
-    staleness: Callable[[], tuple[float, int]] = lambda: (0.0, 0)
-    batches: Iterable[list[Place]] | None = None
+    def end(self, samples: int) -> None:
+        """End a step."""
+        self._cost = (time.thread_time() - self._began) / samples
 
 
-def wrap_alone(module: nn.Module, _worker: Worker, _update: Update, _options: dict[str, Any]) -> Trained:
-    """Train without exchange: what a step costs by itself."""
-    return Trained(module, nullcontext)
+class Trainer:
+    """The trainings of one worker, one after the other."""
+
+    def __init__(self, settings: Settings, scenario: Scenario, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self._corpus = Corpus.standard_library(settings.context, settings.seed)
+        self._device = Device(scenario.slowness[rank])
+        self._copy = self._new_model()
+        self._update = Update(settings, self._copy)
+        self._batches = cycle(list(equal_batches(settings, rank))[:16])
+        for _ in range(_WARM):
+            self._alone()
+
+    def _new_model(self) -> GPT:
+        module = GPT(self._settings)
+        self._device.slow_down(module)
+        return module
+
+    def rate(self, seconds: float) -> float:
+        """Train a copy without exchange, for so many seconds. Return the samples per second."""
+        began, samples = time.monotonic(), 0
+        while (now := time.monotonic()) - began < seconds:
+            samples += self._alone()
+        return samples / (now - began)
+
+    def _alone(self) -> int:
+        batch = next(self._batches)
+        self._begin(batch)
+        self._backward(self._copy, batch)
+        self._update(0.0)
+        self._update.optimizer.zero_grad()
+        self._device.end(len(batch))
+        return len(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        self._device.begin(len(batch), self._settings.blocks)
+
+    def _backward(self, model: nn.Module, batch: Batch) -> None:
+        mean_loss(model, *read(self._corpus, batch)).backward()  # type: ignore[no-untyped-call]
+
+    def train(self, mode: Mode, worker: Worker, url: str) -> Outcome:
+        """Train this worker's share of the samples."""
+        settings, device = self._settings, self._device
+        module = self._new_model()
+        update = Update(settings, module)
+        trained = KINDS[mode.kind](module, worker, update, mode.options)
+        batches: list[tuple[float, int]] = []
+        before = _traffic(url, worker)
+        worker.barrier()
+        began, processor = time.monotonic(), time.process_time()
+        with trained.block():
+            for batch in trained.batches:
+                self._begin(batch)
+                self._backward(trained.model, batch)
+                for progress in trained.updates(batch[0][0] / settings.steps):
+                    update(progress)
+                    update.optimizer.zero_grad()
+                device.end(len(batch))
+                batches.append((time.monotonic(), len(batch)))
+        ended, processor = time.monotonic(), time.process_time() - processor
+        worker.barrier()
+        nbytes = _traffic(url, worker) - before
+        loss = validation_loss(module, self._corpus, settings)
+        weights = state_sha256(module)
+        return Outcome(began, ended, loss, weights, nbytes, batches, processor, *trained.staleness())
 
 
-def wrap_synchronous(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange gradients in each step."""
-    model = gradserver.DistributedDataParallel(module, worker, **options)
-    return Trained(model, lambda: model.join(update.optimizer))
-
-
-def wrap_local(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange changes of parameters every few steps."""
-    model = gradserver.LocalSGD(module, worker, update.optimizer, **options)
-    return Trained(model, model.join)
-
-
-def wrap_unawaited(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange gradients in rounds that do not wait for all workers.
-
-    Workers apply the same updates at different steps of their own. So the learning rate follows the samples that are
-    behind the updates, which are the same everywhere.
-    """
-    model = gradserver.DistributedDataParallel(module, worker, **options)
-    model.set_weight(len(update.settings.rows_of(worker.rank)))
-    total = update.settings.samples
-    late: list[int] = []
-    done = 0.0
-
-    def note() -> float:
-        nonlocal done
-        done += model.total_weight
-        return min((done - model.total_weight) / total, 1.0)
-
-    def updates(_progress: float) -> Iterator[float]:
-        for _ in model.updates():
-            yield note()
-        late.append(worker.staleness)
-
-    def staleness() -> tuple[float, int]:
-        return sum(late) / len(late), max(late)
-
-    return Trained(model, lambda: model.join(lambda: update(note())), updates, staleness)
-
-
-def wrap_balanced(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange gradients in each step, of parts of its batch that follow the speeds."""
-    settings, total = update.settings, update.settings.global_batch
-    data = gradserver.BalancedSampler(settings.samples, worker, batch_size=total, shuffle=False)
-    model = gradserver.DistributedDataParallel(module, worker, balance=data, **options)
-    return _of_samples(model, update, ([divmod(sample, total) for sample in batch] for batch in data))
-
-
-def wrap_ranges(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange gradients in each step, of ranges that the coordinator hands out, as long as the speeds allow."""
-    data = _ranges(worker, update.settings)
-    model = gradserver.DistributedDataParallel(module, worker, balance=data, **options)
-    return _of_samples(model, update, _places(data, update.settings))
-
-
-def wrap_cadence(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
-    """Exchange gradients of several batches, more of them at faster workers."""
-    data, cadence = _ranges(worker, update.settings), gradserver.CadenceOptions(**options)
-    model = gradserver.DistributedDataParallel(module, worker, cadence=cadence)
-    return _of_samples(model, update, _places(data, update.settings))
-
-
-def _of_samples(model: gradserver.DistributedDataParallel, update: Update, batches: Iterator[list[Place]]) -> Trained:
-    """Weigh each batch by its samples. The learning rate follows the samples behind the updates."""
-    done = 0.0
-
-    def note() -> float:
-        nonlocal done
-        done += model.total_weight
-        return min((done - model.total_weight) / update.settings.samples, 1.0)
-
-    def weighed() -> Iterator[list[Place]]:
-        for batch in batches:
-            model.set_weight(len(batch))
-            yield batch
-
-    def updates(_progress: float) -> Iterator[float]:
-        for _ in model.updates():
-            yield note()
-
-    return Trained(model, lambda: model.join(lambda: update(note())), updates, batches=weighed())
-
-
-def _ranges(worker: Worker, settings: Settings) -> gradserver.DataRanges:
-    return gradserver.DataRanges(settings.samples, worker, batch_size=settings.batch, shuffle=False)
-
-
-def _places(data: gradserver.DataRanges, settings: Settings) -> Iterator[list[Place]]:
-    return ([divmod(sample, settings.global_batch) for sample in batch.tolist()] for batch in data.batches())
-
-
-KINDS: Final[dict[str, Callable[[nn.Module, Worker, Update, dict[str, Any]], Trained]]] = {
-    "alone": wrap_alone,
-    "synchronous": wrap_synchronous,
-    "local": wrap_local,
-    "unawaited": wrap_unawaited,
-    "balanced": wrap_balanced,
-    "ranges": wrap_ranges,
-    "cadence": wrap_cadence,
-}
-"""The ways to train, by the kind of a mode."""
-
-
-def train(settings: Settings, mode: Mode, scenario: Scenario, worker: Worker, url: str) -> Outcome:
-    """Train this worker's share of the samples."""
-    rank = worker.rank
-    corpus, module = Corpus.standard_library(settings.context, settings.seed), GPT(settings)
-    update = Update(settings, module)
-    trained = KINDS[mode.kind](module, worker, update, mode.options_of(rank, scenario.slowness))
-    steps, rows = mode.steps_of(rank, settings.steps, scenario.slowness), settings.rows_of(rank)
-    cost = _warm_up(settings, corpus, rows)
-    worker.barrier()
-    before = _traffic(url, worker)
-    worker.barrier()
-    began = time.perf_counter()
-    count = samples = 0
-    with trained.block():
-        for batch in trained.batches or ([(step, row) for row in rows] for step in range(steps)):
-            computed = time.thread_time()  # waiting does not count
-            mean = mean_loss(trained.model, *read(corpus, batch))
-            # before the gradients are there: no other waits for them then
-            slow_down(cost * len(batch), scenario.slowness[rank])
-            mean.backward()  # type: ignore[no-untyped-call]
-            for progress in trained.updates(count / steps):
-                update(progress)
-                update.optimizer.zero_grad()
-            cost = (time.thread_time() - computed) / len(batch)
-            count, samples = count + 1, samples + len(batch)
-    seconds = time.perf_counter() - began
-    worker.barrier()
-    nbytes = _traffic(url, worker) - before
-    loss = validation_loss(module, corpus, settings)
-    return Outcome(seconds, count, loss, state_sha256(module), nbytes, *trained.staleness(), samples=samples)
-
-
-def read(corpus: Corpus, batch: list[Place]) -> tuple[Tensor, Tensor]:
+def read(corpus: Corpus, batch: Batch) -> tuple[Tensor, Tensor]:
     """Make inputs and targets of samples: two [samples, context] tensors."""
     rows: dict[int, list[int]] = {}
     for step, row in batch:
         rows.setdefault(step, []).append(row)
     parts = [corpus.batch(step, found) for step, found in rows.items()]
     return torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
-
-
-def slow_down(computed: float, slowness: float) -> None:
-    """Wait as long as a worker that is ``slowness`` times slower would compute more than a step before this one."""
-    if slowness > 1:
-        time.sleep(computed * (slowness - 1))
-
-
-def _warm_up(settings: Settings, corpus: Corpus, rows: range) -> float:
-    """Train some steps that do not count. Return the seconds that a sample takes."""
-    module, began = GPT(settings), 0.0
-    for step in range(_WARM):
-        began = time.thread_time()
-        mean_loss(module, *corpus.batch(step, rows)).backward()  # type: ignore[no-untyped-call]
-    return (time.thread_time() - began) / len(rows)
 
 
 def _traffic(url: str, worker: Worker) -> int:
@@ -275,24 +186,36 @@ def _traffic(url: str, worker: Worker) -> int:
     return int(group["bytes_in"]) + int(group["bytes_out"])
 
 
+def answer(trainer: Trainer, settings: Settings, rank: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a request, and return the answer."""
+    if request["do"] == "alone":
+        return {"rate": trainer.rate(request["seconds"])}
+    mode, url = Mode.from_json(request["mode"]), request["url"]
+    how: dict[str, Any] = {"name": f"worker-{rank}", "timeout": _TIMEOUT, "wire": mode.wire}
+    with gradserver.connect(url, rank, settings.workers, plane="tcp", **how) as worker:
+        outcome = asdict(trainer.train(mode, worker, url))
+    gc.collect()  # hooks and their module refer to each other
+    return outcome
+
+
 def main() -> int:
-    """Train with the settings of the arguments."""
+    """Answer requests until the parent ends this process, or has ended itself."""
     parser = argparse.ArgumentParser(prog="gradserver.tools.bench.mode_worker")
     parser.add_argument("--settings", type=Settings.from_json, required=True, help="as Settings.to_json writes")
-    parser.add_argument("--mode", type=Mode.from_json, required=True, help="as Mode.to_json writes")
     parser.add_argument("--scenario", type=Scenario.from_json, required=True, help="as Scenario.to_json writes")
-    parser.add_argument("--url", required=True)
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     tell = reserve_stdout()
     torch.set_num_threads(1)
-    mode: Mode = arguments.mode
-    how: dict[str, Any] = {"name": f"worker-{arguments.rank}", "timeout": _TIMEOUT, "wire": mode.wire}
-    world = arguments.settings.workers
-    with gradserver.connect(arguments.url, arguments.rank, world, plane="tcp", **how) as worker:
-        outcome = train(arguments.settings, mode, arguments.scenario, worker, arguments.url)
-        tell(json.dumps(asdict(outcome)))
-    sys.stdin.readline()  # the parent takes a process that ends for one that failed, until it has all answers
+    settings, rank = arguments.settings, arguments.rank
+    trainer = Trainer(settings, arguments.scenario, rank)
+    for line in sys.stdin:
+        try:
+            tell(json.dumps(answer(trainer, settings, rank, json.loads(line))))
+        except Exception as error:  # any error: the parent shows it and ends the run
+            traceback.print_exc()
+            tell(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            return 1
     return 0
 
 

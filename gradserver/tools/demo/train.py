@@ -44,9 +44,10 @@ def train(
         begin, waited = now, total
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Make AdamW. Its learning rate is set before each step."""
-    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=ADAM_EPSILON, weight_decay=0.1)
+def make_optimizer(model: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
+    """Make AdamW, whose learning rate is set before each step; ``fused`` as in torch: one kernel for all parameters."""
+    options = {"betas": (0.9, 0.95), "eps": ADAM_EPSILON, "weight_decay": 0.1, "fused": fused}
+    return torch.optim.AdamW(model.parameters(), lr=0.0, **options)  # type: ignore[arg-type]
 
 
 def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
