@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from gradserver.worker.local_sgd.outer import Nesterov
 from gradserver.worker.local_sgd.pace import most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.pacing.stopwatch import WallClock
-from tests.cluster import AMONG_MEMBERS, members, together
+from tests.cluster import AMONG_MEMBERS, members, together, wait_until
 from tests.models import Transformer, loss_of, tokens
 from tests.replicas import distance, on, same
 
@@ -109,6 +110,64 @@ def test_each_fragment_is_sent_once_in_an_interval_and_one_is_under_way(
             assert len(sent) == fragments
     assert set(waits) <= {delay}
     assert schedule.round == fragments * intervals - schedule.under_way
+
+
+def take_all(schedule: Schedule, needs: list[int]) -> list[int]:
+    """Go through a round for each of ``needs``, the steps that its fragment is on its way. Return the delays."""
+    delays = []
+    for needed in needs:
+        while not schedule.sends:
+            schedule.step()
+        schedule.sent()
+        delays.append(schedule.delay)
+        while not schedule.takes:
+            schedule.step()
+            if schedule.looks and schedule._steps >= needed:
+                schedule.arrived()
+        late = max(needed - 0.5 - schedule._steps, 0.0)  # it comes in the middle of a step
+        schedule.taken(late / schedule._steps)
+    return [*delays, schedule.delay]
+
+
+def test_a_measured_delay_is_that_of_the_slowest_fragment_of_an_interval() -> None:
+    schedule = Schedule(20, 2, "auto")
+    assert take_all(schedule, [3, 4, 3, 6, 1, 1, 1]) == [10, 10, 4, 4, 6, 6, 1, 1]
+    assert take_all(schedule, [5, 1, 1, 1, 40]) == [1, 5, 5, 1, 1, 10]
+
+
+def test_a_measured_delay_stays_within_the_interval() -> None:
+    schedule = Schedule(20, 2, "auto")
+    schedule.set_every(8)
+    assert schedule.delay == 4
+    schedule.set_every(40)
+    assert take_all(schedule, [15, 15, 15]) == [4, 15, 15, 15]
+
+
+def test_a_fragment_that_is_taken_before_its_time_says_nothing_of_delays() -> None:
+    schedule = Schedule(20, 2, "auto")
+    schedule.sent()
+    schedule.taken(5.0)
+    assert schedule.delay == 10
+
+
+def test_members_with_measured_delays_are_alike() -> None:
+    def work(worker: Worker) -> tuple[int, dict[str, Tensor]]:
+        module, member = Transformer(worker.rank), worker.rank
+        optimizer = sgd(module)
+        model = LocalSGD(module, worker, optimizer, every=8, fragments=2, delay="auto")
+        assert model.delay == 4
+        averaging = model._averaging
+        with model.join():
+            for step in range(8 * 2):
+                step_of(model, optimizer, step, member)
+                if model._schedule.under_way:  # it is there before the next step
+                    way = averaging._ways[model._schedule.fragment]
+                    wait_until(partial(getattr, way, "is_there"), "a fragment has arrived")
+        return model.delay, {name: one.clone() for name, one in model.weights().items()}
+
+    (first, weights), (second, others) = on(2, work)
+    assert (first, second) == (1, 1)
+    assert same(weights, others)
 
 
 @pytest.mark.parametrize(

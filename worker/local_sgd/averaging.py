@@ -34,6 +34,8 @@ from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.tree import Tree
 
+_LEAST_SECONDS: Final = 1e-6
+"""Time between a sending and a taking below which there was no step."""
 _NO_STEPS: Final = 1e-300
 """Weight of a worker without a step since the last exchange. With 0 it would say that it has no more batches."""
 
@@ -87,6 +89,8 @@ class Averaging:
         self._waited, self._since = 0.0, time.monotonic()
         self._waited_before = 0.0
         """Time spent in exchanges of earlier intervals."""
+        self._sent_at = 0.0
+        """Time of the last sending."""
         self._change = [0.0, 0.0]
         """Sums of squares of changes and of weights, over the fragments of this interval."""
         self._listeners: list[Callable[[], object]] = []
@@ -137,6 +141,8 @@ class Averaging:
         """Count a step of the inner optimizer with this ``weight``, and exchange what is due."""
         self._check()
         self._schedule.step()
+        if self._schedule.looks and self._ways[self._schedule.fragment].is_there:
+            self._schedule.arrived()
         self._spent += weight
         if self._pace is not None:
             self._pace.step(weight)
@@ -214,6 +220,7 @@ class Averaging:
                 counts = weight if leaves else max(weight, _NO_STEPS)
                 way.push(index, memory, counts, present or index < len(told))
         self._schedule.sent()
+        self._sent_at = time.monotonic()
 
     def _take(self, mixing: float) -> bool:
         """Take the mean of the fragment that is on its way. Return whether any member had a batch."""
@@ -222,14 +229,16 @@ class Averaging:
         if self._pace is not None and self._schedule.delay:
             self._pace.computed()
         with self._exchanging():
+            began = time.monotonic()
             anybody = self._ways[number].finish()[0].weight > 0
+            waited = (time.monotonic() - began) / max(began - self._sent_at, _LEAST_SECONDS)
             if anybody and not self._worker.skipped:
                 self._update(fragment)
             spoilt = self._worker.skipped or self._worker.left_out
             fragment.merge(0.0 if spoilt else mixing)
             if spoilt:
                 self._renew(fragment)
-        self._schedule.taken()
+        self._schedule.taken(waited)
         if self._pace is not None:
             if self._is_last(fragment):
                 self._pace.arrived(anybody)

@@ -70,7 +70,8 @@ class LocalSGD(WrappedModule):
             2023). ``average`` takes the mean as it is. Or a function that makes an optimizer of a list of parameters.
         fragments: number of parts that are exchanged one after the other, within ``every`` steps.
         delay: steps from the sending of a fragment to the taking of its mean: at most ``every // fragments``. With 0
-            the worker waits for the mean.
+            the worker waits for the mean. With ``auto`` it is as many as fragments need, by what is measured at this
+            worker, and `delay` has it.
         mixing: part of the worker's own parameters when a mean is taken. None for 0 without a delay, and else 0.5.
             With short intervals 0.5 is better without a delay, too.
         max_every: the longest interval. With it the interval grows while exchanges take more than a tenth of the time,
@@ -105,7 +106,7 @@ class LocalSGD(WrappedModule):
         every: int = 16,
         outer: Outer = "nesterov",
         fragments: int = 1,
-        delay: int = 0,
+        delay: int | str = 0,
         mixing: float | None = None,
         max_every: int | None = None,
         average_buffers: bool = True,
@@ -164,6 +165,11 @@ class LocalSGD(WrappedModule):
     def steps(self) -> int:
         """Steps of this worker between two exchanges of a parameter: `every`, or more with ``balance``."""
         return self._schedule.every
+
+    @property
+    def delay(self) -> int:
+        """Steps of this worker from the sending of a fragment to the taking of its mean."""
+        return self._schedule.delay
 
     @property
     def round(self) -> int:
@@ -304,7 +310,7 @@ class LocalSGD(WrappedModule):
         self._averaging.load_state(state)
 
 
-def _share(mixing: float | None, delay: int) -> float:
+def _share(mixing: float | None, delay: int | str) -> float:
     if mixing is None:
         return 0.5 if delay else 0.0
     if not isinstance(mixing, int | float) or not 0.0 <= mixing < 1.0:

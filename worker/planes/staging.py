@@ -102,6 +102,14 @@ class Staging:
         else:
             self._staged[index] = (flat, copier.push(index, flat, weight, present))
 
+    @property
+    def is_there(self) -> bool:
+        """True if each bucket that was pushed in this round has its result; one of a CUDA device has it on the host."""
+        pushing = [future for _, future in self._staged.values()]
+        if not all(future.done() and future.exception() is None for future in pushing):
+            return False
+        return all(handle.done() for handle in (*self._handles.values(), *(future.result() for future in pushing)))
+
     def advance(self, progress: Progress, nbytes: int) -> None:
         """Send more of a bucket that was pushed with ``progress``: see `Worker.advance`."""
         self._worker.advance(progress, nbytes)

@@ -61,6 +61,7 @@ MODES: Final = (
     Mode("local", "local", dict(_LOCAL)),
     Mode("local-balanced", "local", {**_LOCAL, "balance": True}),
     Mode("streaming", "local", dict(_STREAMING)),
+    Mode("streaming-auto", "local", {**_STREAMING, "delay": "auto"}),
     Mode("streaming-int8", "local", dict(_STREAMING), wire="int8"),
     Mode("streaming-balanced", "local", {**_STREAMING, "balance": True}),
 )
