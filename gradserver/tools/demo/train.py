@@ -45,7 +45,7 @@ def train(
 
 
 def make_optimizer(model: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
-    """Make AdamW, whose learning rate is set before each step; ``fused`` as in torch: one kernel for all parameters."""
+    """Make AdamW. Its learning rate is set before each step. ``fused`` is as in torch: one kernel for all of them."""
     options = {"betas": (0.9, 0.95), "eps": ADAM_EPSILON, "weight_decay": 0.1, "fused": fused}
     return torch.optim.AdamW(model.parameters(), lr=0.0, **options)  # type: ignore[arg-type]
 
