@@ -127,8 +127,15 @@ def mebibytes(text: str) -> int:
     return number(int, 2, 1 << 20, "a number of MiB")(text) << 20
 
 
-def plain(text: str) -> str:
-    """Take any text."""
+def url(text: str) -> str:
+    """Take the URL of a coordinator, as tcp://HOST:PORT."""
+    from gradserver.protocol.errors import InvalidArgumentError
+    from gradserver.protocol.url import parse_url
+
+    try:
+        parse_url(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 

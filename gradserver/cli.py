@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports of a process that SIGPIPE has ended
     except GradServerError as error:
         print(f"gradserver: {error}", file=sys.stderr)
         return 1

@@ -204,7 +204,8 @@ def _value(option: Option, value: Any, where: str) -> Any:
         return value
     is_list = isinstance(value, list) and option.key == "groups" and all(isinstance(one, str) for one in value)
     if isinstance(value, bool) or not (isinstance(value, str | int | float) or is_list):
-        raise InvalidArgumentError(f"{where}: {option.key} is a number or a text, not {value!r}")
+        what = "a list of names, or a text with commas" if option.key == "groups" else "a number or a text"
+        raise InvalidArgumentError(f"{where}: {option.key} is {what}, not {value!r}")
     text = _shown(value)
     if option.choices and text not in option.choices:
         raise InvalidArgumentError(f"{where}: {option.key} is one of {', '.join(option.choices)}, not {text!r}")

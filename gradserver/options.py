@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from gradserver.arguments import audit, mean, mebibytes, names, number, plain, quorum, seconds, size, sync, workers_of
+from gradserver.arguments import audit, mean, mebibytes, names, number, quorum, seconds, size, sync, url, workers_of
 from gradserver.protocol.limits import MAX_RATE, MAX_SHARDS, MAX_STALENESS, MAX_TIMEOUT, MAX_WORLD_SIZE, ROUND_TIMEOUT
 from gradserver.protocol.planes import WISHES
 
@@ -80,7 +80,7 @@ GENERAL: Final = (
         "bind",
         "address to listen on, as tcp://HOST:PORT. With the default only this machine can connect, and with "
         "tcp://0.0.0.0:7411 others can. Port 0 picks a free port",
-        plain,
+        url,
         "URL",
         default=DEFAULT_BIND,
         of=Of.BOTH,
@@ -153,7 +153,7 @@ GROUPS: Final = (
     Option(
         "group",
         "group that --workers applies to if it names none (default: default)",
-        plain,
+        str,
         "NAME",
         only_flag=True,
     ),
@@ -312,7 +312,7 @@ SHARDS: Final = (
         "join",
         "run a data shard of the coordinator at URL instead of a coordinator. The coordinator must allow it "
         "(--allow-shards). --bind is then by default a free port of the address that reaches the coordinator",
-        plain,
+        url,
         "URL",
         of=Of.SHARD,
     ),
@@ -339,7 +339,7 @@ LEDGER: Final = (
         "write the ledger to DIR: the contributions to each round, with times and digests (see `gradserver ledger`). "
         "A coordinator that was killed and is started again with the same DIR, and the same options, continues its "
         "groups",
-        plain,
+        str,
         "DIR",
     ),
     Option(

@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import gc
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradserver.arguments import ANY
-from gradserver.configuration import DEFAULT, Settings, add_flags, settings_of
+from gradserver.configuration import DEFAULT, Setting, Settings, add_flags, settings_of
 from gradserver.json_text import json_text
 from gradserver.options import DEFAULT_BIND, Of, each
 from gradserver.protocol.errors import InvalidArgumentError
@@ -19,7 +21,7 @@ from gradserver.protocol.planes import AMONG_MEMBERS
 from gradserver.tables import table
 
 if TYPE_CHECKING:
-    from gradserver.engine.policy import Lateness, Mode, Policy
+    from gradserver.engine.policy import Policy
     from gradserver.transport.liveness import Patience
 
 __all__ = ["DEFAULT_BIND", "add_arguments", "add_config_arguments", "run", "show"]
@@ -47,10 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     gc.disable()  # until it serves: a start makes objects that stay, and garbage collection takes a tenth of its time
     try:
-        from gradserver.transport.liveness import Patience
-
-        patience = Patience(settings.find("dead-after").value, settings.find("frozen-after").value)
-        return (_serve if settings.given("join") is None else _serve_shard)(settings, patience)
+        return _process(settings)()
     finally:
         gc.enable()
 
@@ -58,9 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show(arguments: argparse.Namespace) -> int:
     """Print the settings that `gradserver serve` would run with, and where each comes from."""
     settings = settings_of(arguments)
-    if settings.given("join") is None:
-        _worlds(settings)
-        _names_of_groups(settings)
+    _process(settings)  # its errors are those of `serve`
     found = {"": [option for option in each() if option.key not in ("group", "workers")]}
     found |= {name: [option for option in each() if option.key in own] for name, own in settings.groups.items()}
     rows = [
@@ -78,7 +75,15 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve_shard(settings: Settings, patience: Patience) -> int:
+def _process(settings: Settings) -> Callable[[], int]:
+    """Return the function that runs the process; InvalidArgumentError if the settings do not go together."""
+    from gradserver.transport.liveness import Patience
+
+    patience = Patience(settings.find("dead-after").value, settings.find("frozen-after").value)
+    return (_coordinator if settings.given("join") is None else _shard)(settings, patience)
+
+
+def _shard(settings: Settings, patience: Patience) -> Callable[[], int]:
     from gradserver.daemon import serve_shard
 
     for option, found in settings.named():
@@ -90,10 +95,11 @@ def _serve_shard(settings: Settings, patience: Patience) -> int:
     rate, reconnect = settings.given("rate"), settings.find("reconnect").value
     if rate == 0:
         raise InvalidArgumentError("a data shard of rate 0 would hold no slices: with --join, --rate must be above 0")
-    return serve_shard(settings.given("join"), settings.given("bind"), rate, patience=patience, reconnect=reconnect)
+    urls = settings.given("join"), settings.given("bind")
+    return partial(serve_shard, *urls, rate, patience=patience, reconnect=reconnect)
 
 
-def _serve(settings: Settings, patience: Patience) -> int:
+def _coordinator(settings: Settings, patience: Patience) -> Callable[[], int]:
     from gradserver.daemon import Ledger, serve
     from gradserver.engine.policy import Hashes, on_non_finite
 
@@ -111,7 +117,8 @@ def _serve(settings: Settings, patience: Patience) -> int:
                     f"{_said(option.key, found.source)} needs a directory for the ledger: give --state-dir"
                 )
     common = Settings(settings.common)
-    return serve(
+    return partial(
+        serve,
         settings.find("bind").value,
         _worlds(settings),
         settings.given("credit"),
@@ -147,9 +154,9 @@ def _worlds(settings: Settings) -> dict[str, Policy]:
     """Collect the policies of the groups that are named, and of the others where something is said of them."""
     from gradserver.engine.policy import OnOutlier
 
-    policies = {name: _policy(settings, name) for name in settings.groups}
+    policies = {name: _checked_policy(settings, name) for name in settings.groups}
     if not policies or OTHERS not in policies:
-        others = _policy(Settings(settings.common), "", is_only=not policies)
+        others = _checked_policy(Settings(settings.common), "", is_only=not policies)
         own = others is not None and (others.mean.is_robust or others.audit.share > 0)
         if others is not None and (own or others.outliers is not OnOutlier.REPORT):
             policies = {OTHERS: others, **policies}
@@ -160,12 +167,25 @@ _FOR_SIZED = ("quorum", "backup", "mode", "gather", "rejoin-for", "backlog", "st
 """Options that make sense for a group of a known size only."""
 
 
+def _checked_policy(settings: Settings, name: str, is_only: bool = True) -> Policy | None:
+    """Make the policy of a group as `_policy` does. Errors name the group, and the line at which its table begins."""
+    try:
+        return _policy(settings, name, is_only)
+    except InvalidArgumentError as error:
+        if not name:
+            raise
+        sources = (setting.source for setting in settings.groups[name].values())
+        line = next((f"{source}: " for source in sources if not source.startswith("--")), "")
+        raise type(error)(f"{line}group {name!r}: {error.message}") from None
+
+
 def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | None:
     """Make the policy of a group. With an empty name, of those of which nothing is said but what all groups have.
 
     Where others are named, too, such options may be theirs alone: then it ``is_only`` one of several, and they do not
     count.
     """
+    from gradserver.engine.control.watching import check_policy
     from gradserver.engine.policy import OnNonFinite, Policy, in_mode, mode_of, on_outlier
 
     def given(key: str) -> Any:
@@ -177,9 +197,9 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
         if needing and not is_only:
             return None
         if needing:
-            flags = [_said(key, settings.find(key, name).source) for key in needing]
-            named = f"group {name!r}: " if name else ""
-            raise InvalidArgumentError(f"{named}{flags[0]} needs the number of workers: give --workers")
+            found = settings.find(needing[0], name)
+            give = "--workers" if found.source.startswith("--") else "workers, as workers = 4"
+            raise InvalidArgumentError(f"{_named(found, needing[0])} needs the number of workers: give {give}")
         size = Policy()
     most = size.maximum if name else MAX_WORLD_SIZE
     chosen = mode_of(given("mode"), given("staleness"), given("damping"))
@@ -200,41 +220,40 @@ def _policy(settings: Settings, name: str, is_only: bool = True) -> Policy | Non
     }
     told = {key: value for key, value in made.items() if value is not None}
     policy = dataclasses.replace(size, lateness=lateness, mode=mode, **told)
-    _check(policy, given("plane"), mode, lateness, name, is_only)
+    if given("plane") in AMONG_MEMBERS:
+        _check_plane(settings, name, policy)
+    if policy.minimum:
+        policy.check_mean()
+    if policy.minimum or is_only:
+        check_policy(policy, "")
     return policy
 
 
-def _check(policy: Policy, plane: str | None, mode: Mode, lateness: Lateness | None, name: str, is_only: bool) -> None:
-    """Raise the error of options that do not go together."""
-    from gradserver.engine.control.watching import check_policy
+def _check_plane(settings: Settings, name: str, policy: Policy) -> None:
+    """Raise the error of options that do not go together with a plane among members."""
     from gradserver.engine.policy import OnOutlier
 
-    if plane in AMONG_MEMBERS and lateness is not None:
-        what = f"--mode {mode.name}" if mode.grants else "--quorum or --backup"
-        other = "use --mode sync" if mode.grants else "--quorum and --backup"
-        raise InvalidArgumentError(
-            f"--plane {plane} is not possible with {what}: workers that reduce among themselves wait for all. "
-            f"Leave out --plane, or {other}"
-        )
-    if plane in AMONG_MEMBERS and policy.mean.is_robust:
-        raise InvalidArgumentError(
-            f"--plane {plane} is not possible with --mean {policy.mean}: libraries that reduce among workers only add "
-            f"up. Leave out --plane, or --mean"
-        )
-    if plane in AMONG_MEMBERS and policy.audit.share:
-        raise InvalidArgumentError(
-            f"--plane {plane} is not possible with --audit {policy.audit}: the coordinator compares the contributions. "
-            f"Leave out --plane, or --audit"
-        )
-    if plane in AMONG_MEMBERS and policy.outliers is not OnOutlier.REPORT:
-        raise InvalidArgumentError(
-            f"--plane {plane} is not possible with --outliers {policy.outliers}: the coordinator compares the "
-            f"contributions"
-        )
-    if policy.minimum:
-        policy.check_mean(name)
-    if policy.minimum or is_only:
-        check_policy(policy, name)
+    reasons = {
+        "mode": "workers that reduce among themselves wait for all" if policy.mode.grants else "",
+        "quorum": "workers that reduce among themselves wait for all" if policy.lateness is not None else "",
+        "backup": "workers that reduce among themselves wait for all" if policy.lateness is not None else "",
+        "mean": "libraries that reduce among workers only add up" if policy.mean.is_robust else "",
+        "audit": "the coordinator compares the contributions" if policy.audit.share else "",
+        "outliers": "the coordinator compares the contributions" if policy.outliers is not OnOutlier.REPORT else "",
+    }
+    plane = settings.find("plane", name)
+    for key, reason in reasons.items():
+        if reason and settings.given(key, name) is not None:
+            other, instead = settings.find(key, name), "use --mode sync" if key == "mode" else f"--{key}"
+            raise InvalidArgumentError(
+                f"{_named(plane, f'plane {plane.text}')} is not possible with {_named(other, f'{key} {other.text}')}: "
+                f"{reason}. Leave out --plane, or {instead}"
+            )
+
+
+def _named(found: Setting, what: str) -> str:
+    """Return ``what``, which begins with an option's key, as the option's source has it: a flag, or with its line."""
+    return f"--{what}" if found.source.startswith("--") else f"{what} ({found.source})"
 
 
 def _said(key: str, source: str) -> str:

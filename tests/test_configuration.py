@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,21 @@ def test_a_group_may_have_a_mode_and_no_size_of_others(tmp_path: Path, monkeypat
         ("group = 'mine'", ":1: `group` has a table for each group, as [group.NAME]"),
         ("bind = ", "Invalid value (at "),
         ("[group.a]\nworkers = 2\nmean = 'median'", "group 'a': the mean median needs at least 3 workers"),
-        ("[group.a]\nquorum = 2", "quorum needs the number of workers: give --workers"),
+        ("[group.a]\nquorum = 2", ":2: group 'a': quorum ({}:2) needs the number of workers: give workers, as"),
+        ("\nquorum = 2", "quorum ({}:2) needs the number of workers"),
+        ("[group.a]\nworkers = 2\nstaleness = 2", ":2: group 'a': staleness is for mode 'bounded' or 'async'"),
+        (
+            "[group.b]\nworkers = 4\nplane = 'direct'\nmean = 'median'",
+            ":2: group 'b': plane direct ({}:3) is not possible with mean median ({}:4): libraries",
+        ),
+        (
+            "plane = 'direct'\n[group.b]\nworkers = 4\nbackup = 1",
+            ":3: group 'b': plane direct ({}:1) is not possible with backup 1 ({}:4): workers that",
+        ),
+        ("bind = 7411", ":1: bind: '7411' is not a coordinator's URL: expected tcp://HOST:PORT"),
+        ("groups = ['a', 3]", ":1: groups is a list of names, or a text with commas, not ['a', 3]"),
+        ("reconnect = 3", ":1: reconnect needs --join"),
+        ("join = 'tcp://127.0.0.1:1'\nrate = 0", "with --join, --rate must be above 0"),
         ("sync = 'round'", ":1: sync needs a directory for the ledger: give --state-dir"),
         ("groups = ['a']\n[group.b]\nworkers = 2", "has group 'b', which --groups does not allow"),
     ],
@@ -127,8 +143,10 @@ def test_what_is_wrong_is_told_with_its_line(
     path.write_text(text)
     assert cli.main(["serve", "--config", str(path)]) == 1
     told = capsys.readouterr().err
-    assert said in told
-    assert str(path) in told or "group 'a'" in told
+    assert said.replace("{}", str(path)) in told
+    assert str(path) in told or "--join" in told
+    assert cli.main(["config", "--config", str(path)]) == 1
+    assert capsys.readouterr() == ("", told), "config checks what serve does"
 
 
 def test_a_file_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +167,16 @@ def test_config_shows_what_holds_and_its_source(file: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "group 'critics'" in shown
     assert f"{file}:14" in shown
+
+
+def test_a_reader_that_has_gone_is_no_error(file: Path) -> None:
+    command = [sys.executable, "-m", "gradserver", "config", "--json", "--config", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
 
 
 def test_every_option_has_one_declaration() -> None:

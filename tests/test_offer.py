@@ -286,8 +286,8 @@ def test_direct_is_refused_where_rounds_leave_stragglers_behind() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 1
     assert ran.stderr == (
-        "gradserver: --plane direct is not possible with --quorum or --backup: workers that reduce among themselves "
-        "wait for all. Leave out --plane, or --quorum and --backup\n"
+        "gradserver: group 'default': --plane direct is not possible with --quorum 1: workers that reduce among "
+        "themselves wait for all. Leave out --plane, or --quorum\n"
     )
 
 
@@ -301,8 +301,8 @@ def test_planes_among_workers_are_refused_in_modes_that_wait_for_none(mode: str,
     )  # fmt: skip
     assert ran.returncode == 1
     assert ran.stderr == (
-        f"gradserver: --plane {plane} is not possible with --mode {mode}: workers that reduce among themselves wait "
-        f"for all. Leave out --plane, or use --mode sync\n"
+        f"gradserver: group 'default': --plane {plane} is not possible with --mode {mode}: workers that reduce among "
+        f"themselves wait for all. Leave out --plane, or use --mode sync\n"
     )
 
 
