@@ -459,3 +459,27 @@ def test_the_factor_is_torchs() -> None:
     assert clip_factor(math.inf, 1.0) == 0.0
     factor = clip_factor(math.nan, 1.0)
     assert math.isnan(factor or 0.0)
+
+
+def test_what_a_late_worker_gives_is_clipped_before_it_is_damped() -> None:
+    done = list[int]()
+
+    def train(worker: Worker) -> tuple[float, float, float | None, float]:
+        model = model_of(worker, max_grad_norm=0.01)
+        found, own = math.nan, math.nan
+        with model.join(lambda: None):
+            for step in range(1 if worker.rank else 5):
+                if worker.rank:
+                    wait_until(lambda: len(done) >= 5, "the other has done its steps")
+                backward(model, worker.rank, step)
+                own = math.sqrt(math.fsum(float((one.double() ** 2).sum()) for one in grads(model)))
+                for _ in model.updates():
+                    found = model.grad_norm
+                done.append(worker.rank)
+            return worker.damping, found, model.own_grad_norm, own
+
+    with LocalCluster(2, timeout=20.0, mode="async", damping="inverse") as cluster:
+        _, (damping, norm, own, expected) = cluster.run(train)
+    assert damping <= 1 / 5
+    assert norm == pytest.approx(0.01 * damping, rel=1e-3)
+    assert own == pytest.approx(expected, rel=1e-5)

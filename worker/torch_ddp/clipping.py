@@ -99,9 +99,12 @@ class MeanNorms:
         return len(self._squares) == len(self._buckets)
 
 
-def clip_own(flats: Sequence[Tensor], limit: float) -> float:
-    """Multiply what this worker gives so that its norm over all buckets is ``limit`` at most. Return that before."""
-    norm = norm_of(squares_of(flats))
+def clip_own(flats: Sequence[Tensor], limit: float, damping: float = 1.0) -> float:
+    """Multiply what this worker gives so that its norm over all buckets is ``limit`` at most. Return that before.
+
+    It was multiplied by ``damping`` already, and counts as if it had been clipped before that.
+    """
+    norm = norm_of(squares_of(flats)) / damping
     if (factor := clip_factor(norm, limit)) is not None:
         for flat in flats:
             flat.mul_(factor)

@@ -286,7 +286,7 @@ class Rounds:
     def _clip_own(self, limit: float) -> None:
         """Clip what this worker gives, by its norm over all buckets."""
         self._clipped = {index: self._take_all(bucket) for index, bucket in enumerate(self.gradients)}
-        self.own_norm = clip_own([bucket.flat for bucket in self.gradients], limit)
+        self.own_norm = clip_own([bucket.flat for bucket in self.gradients], limit, self._worker.damping)
 
     def _open(self) -> float:
         """Return this worker's weight in the round. The first call pushes what does not wait for gradients."""
