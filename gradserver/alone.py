@@ -58,6 +58,8 @@ def setup(
     *,
     devices: Iterable[Device] | None = None,
     url: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
     group: str = "default",
     name: str | None = None,
     timeout: float = 60.0,
@@ -81,7 +83,8 @@ def setup(
       over the workers. Without, it trains alone.
     - With a launcher that starts a process for each device (`gradserver run`, torchrun, mpirun, srun), this process has
       the device of its place on the host. Otherwise it has all CUDA devices, and each computes a part of the batch, as
-      with `DataParallel`. Without any CUDA device it has the CPU.
+      with `DataParallel`; if they are of different kinds, with ``balance=True``. Without any CUDA device it has the
+      CPU.
 
     The module is moved to its first device. Parameters stay the same objects, so an optimizer may be made before.
     Rank 0 writes one line to standard error: the devices, how gradients travel, and why.
@@ -91,13 +94,15 @@ def setup(
         optimizer: its optimizer, for `Training.step`; None if the loop has its own.
         devices: devices of this process. ``cpu:1`` stands for a CPU with memory of its own, for tests.
         url: the coordinator's address. None takes GRADSERVER_URL; ``""`` means none.
+        rank: rank of this worker. None takes the launcher's, or one that the coordinator assigns.
+        world_size: number of workers. None takes the launcher's, or the coordinator's.
         group: name of the group.
         name: name of this worker.
         timeout: seconds to wait for the coordinator and the other workers.
         wire: format in which gradients travel, see `connect`.
         plane: way of the gradients, see `connect`.
         quiet: true to write nothing.
-        options: options of `DistributedDataParallel`.
+        options: options of `DistributedDataParallel`. ``balance`` needs the worker, and so `connect`.
 
     Returns:
         The training: model, worker and devices.
@@ -105,10 +110,12 @@ def setup(
     Raises:
         InvalidArgumentError: a device does not exist, the optimizer is another model's, or there are several workers
             and no URL. `connect` and `DistributedDataParallel` have further errors.
+        TypeError: there is no such option. It is raised before any group is joined.
     """
     from gradserver.worker.training import set_up  # imported here: connect needs no torch
 
-    joining = {"group": group, "name": name, "timeout": timeout, "wire": wire, "plane": plane}
+    joining = {"rank": rank, "world_size": world_size, "group": group, "name": name, "timeout": timeout}
+    joining |= {"wire": wire, "plane": plane}
     return set_up(connect, model, optimizer, devices, url, quiet, joining, options)
 
 

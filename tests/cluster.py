@@ -121,7 +121,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
 
 @contextmanager
 def coordinator(
-    worlds: dict[str, int] | None = None,
+    worlds: Mapping[str, int | Policy] | None = None,
     *,
     credit: int = CREDIT_BYTES,
     bind: str = "tcp://127.0.0.1:0",

@@ -896,6 +896,11 @@ def test_forwards_that_fail_are_not_measured() -> None:
         assert all(model._tracker.throughputs)
 
 
+def test_names_of_what_goes_whole_are_a_list() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"whole is a list of names .* as \['mask'\], not 'mask'"):
+        DataParallel(mlp(), SHARED, whole="mask")
+
+
 def test_balance_is_of_as_many_devices() -> None:
     with pytest.raises(InvalidArgumentError, match="speeds of 3 devices, and the replicas are on 2"):
         DataParallel(mlp(), APART, balance=ThroughputTracker(3))

@@ -10,6 +10,8 @@ from torch import nn
 
 import gradserver
 from gradserver import InvalidArgumentError
+from gradserver.engine.policy import Mode, ModeName, Policy, in_mode
+from gradserver.worker.data_parallel import devices as devices_of_torch
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.training import Training
@@ -90,6 +92,63 @@ def test_workers_of_a_coordinator_average(
     assert lines[0].startswith("gradserver: 3 workers, plane shm")
 
 
+@pytest.mark.parametrize(
+    "mode", [Mode(ModeName.SYNC), Mode(ModeName.BOUNDED, 2), Mode(ModeName.ASYNC)], ids=lambda mode: str(mode.name)
+)
+def test_a_step_makes_all_updates_that_a_backward_leads_to(mode: Mode) -> None:
+    mode, lateness = in_mode(mode, None, 0, None, None, 2)
+    with coordinator({"default": Policy(2, 2, mode=mode, lateness=lateness)}) as server:
+
+        def work(number: int) -> torch.Tensor:
+            with gradserver.setup(*network(), url=server.url, name=f"w{number}", quiet=True) as training:
+                with training.model.join(training.optimizer):
+                    for _ in range(10 - 4 * number):
+                        loss: Any = nn.functional.mse_loss(training(INPUTS[number::2]), TARGETS[number::2])
+                        training.step(loss)
+                assert training.worker.round > 9
+                return torch.cat([parameter.detach().flatten() for parameter in training.module.parameters()])
+
+        first, second = together(range(2), work)
+    assert torch.equal(first, second)
+    assert not torch.allclose(first, torch.cat([one.detach().flatten() for one in network()[0].parameters()]))
+
+
+def test_a_step_waits_for_the_exchange_of_a_cadence_and_of_accumulated_gradients() -> None:
+    with coordinator({"default": 2}) as server:
+
+        def work(number: int) -> list[int]:
+            options: Any = {"cadence": gradserver.CadenceOptions(anchor=3, max_anchor=3, max_total=6)}
+            steps = list[int]()
+            with gradserver.setup(*network(), url=server.url, rank=number, world_size=2, **options) as training:
+                assert training.rank == number
+                assert training.optimizer is not None
+                training.optimizer.register_step_post_hook(lambda *_: steps.append(training.worker.round))
+                for _ in range(3):
+                    assert not steps
+                    training.step(nn.functional.mse_loss(training(INPUTS[number::2]), TARGETS[number::2]))
+            with gradserver.setup(*network(), url="", quiet=True) as alone:
+                with alone.model.no_sync():
+                    alone.step(alone(INPUTS).sum())
+                assert torch.equal(alone.module[0].weight, network()[0][0].weight)  # type: ignore[index]
+            return steps
+
+        assert together(range(2), work) == [[1], [1]]
+
+
+def test_devices_of_different_kinds_get_parts_by_their_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gradserver.setup(*network(), devices=["cpu", "cpu:1"]) as training:
+        assert training.model.module._tracker is None  # type: ignore[union-attr]
+    monkeypatch.setattr(devices_of_torch, "_kind", lambda device: "slow" if device.index else "fast")
+    with gradserver.setup(*network(), devices=["cpu", "cpu:1"]) as training:
+        assert training.model.module._tracker is not None  # type: ignore[union-attr]
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "2 replicas on cpu (fast), cpu:1 (slow); devices differ, and each gets a part of the batch by its speed"
+    )
+
+
 def test_a_launcher_gives_each_process_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradserver.worker import training
 
@@ -114,6 +173,8 @@ def test_what_cannot_be_is_told_before_anything_is_joined() -> None:
         gradserver.setup(module, torch.optim.SGD, url="tcp://127.0.0.1:1")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="devices is empty"):
         gradserver.setup(module, devices=[], url="tcp://127.0.0.1:1")
+    with pytest.raises(TypeError, match="setup has no option 'cadance': did you mean 'cadence'"):
+        gradserver.setup(module, url="tcp://127.0.0.1:1", cadance=True)
 
 
 def test_a_training_without_an_optimizer_has_modes_and_gradients_only() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -15,7 +17,7 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.offers import summary
 from gradserver.worker.client import Worker
-from gradserver.worker.data_parallel.devices import Device as Device, checked_devices, described, plain
+from gradserver.worker.data_parallel.devices import Device as Device, are_alike, checked_devices, described, plain
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.offer import LOCAL_VARIABLES, local_place
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
@@ -74,14 +76,22 @@ class Training:
     def step(self, loss: Tensor) -> None:
         """Compute the gradients of ``loss``, average them over the workers, step the optimizer, and zero them.
 
+        In modes "bounded" and "async" the optimizer steps for each update that this leads to
+        (`DistributedDataParallel.updates`). Inside `no_sync`, and between two exchanges of a cadence, gradients add up
+        and it does not step.
+
+        Args:
+            loss: a tensor with one element, which depends on outputs of the model.
+
         Raises:
             InvalidArgumentError: no optimizer was given.
         """
         if self.optimizer is None:
             raise InvalidArgumentError("step needs an optimizer: give one to gradserver.setup(model, optimizer)")
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for _ in self.model.updates():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def set_lr(self, rate: float) -> None:
         """Set the learning rate of all groups of parameters."""
@@ -134,13 +144,16 @@ def set_up(
     if optimizer is not None:
         check_is_optimizer(optimizer)
         _check_optimizer(module, optimizer)
+    _check_names(options)
     chosen = _devices(devices)
     if chosen[0].type == "cuda":
         torch.cuda.set_device(chosen[0])  # which the worker then offers to others
     is_alone = not (os.environ.get("GRADSERVER_URL") if url is None else url)
     worker = connect(url, **joining)
     try:
-        inner = DataParallel(module, chosen) if len(chosen) > 1 else module.to(plain(chosen[0]))
+        inner: nn.Module = module.to(plain(chosen[0]))
+        if len(chosen) > 1:
+            inner = DataParallel(module, chosen, balance=not are_alike(chosen))
         model = DistributedDataParallel(inner, worker, **options)
     except BaseException:
         worker.close("the module could not be wrapped")
@@ -172,9 +185,21 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def _check_names(options: Iterable[str]) -> None:
+    """Raise TypeError if one of these is no option of the wrapper, before any group is joined."""
+    known = [*inspect.signature(DistributedDataParallel).parameters][2:]  # behind module and worker
+    for name in options:
+        if name not in known:
+            (nearest,) = difflib.get_close_matches(name, [*known, "devices", "quiet", "group", "plane"], 1, 0.0)
+            raise TypeError(
+                f"gradserver.setup has no option {name!r}: did you mean {nearest!r}? Beside its own options it has "
+                f"those of gradserver.DistributedDataParallel"
+            )
+
+
 def _line(worker: Worker, devices: tuple[torch.device, ...], is_alone: bool) -> str:
     """Return what was chosen, and the devices."""
-    here = described(devices)
+    here = described(devices, is_balanced=True)
     if is_alone:
         return f"one worker without a coordinator: {here}"
     offers = worker._session.membership.offers

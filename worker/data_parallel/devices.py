@@ -55,18 +55,23 @@ def plain(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def described(devices: Sequence[torch.device]) -> str:
+def described(devices: Sequence[torch.device], is_balanced: bool) -> str:
     """Return a line about the replicas' devices: how many, which, and whether they are alike."""
     counted = "1 replica" if len(devices) == 1 else f"{len(devices)} replicas"
-    kinds = {device: _kind(device) for device in devices}
-    shown = ", ".join(f"{device} ({kind})" for device, kind in kinds.items())
-    alike = "" if len(set(kinds.values())) == 1 else "; devices differ, and the slowest sets the pace"
-    return f"{counted} on {shown}{alike}"
+    shown = ", ".join(f"{device} ({_kind(device)})" for device in dict.fromkeys(devices))
+    pace = "each gets a part of the batch by its speed" if is_balanced else "the slowest sets the pace"
+    return f"{counted} on {shown}" + ("" if are_alike(devices) else f"; devices differ, and {pace}")
+
+
+def are_alike(devices: Iterable[torch.device]) -> bool:
+    """Return true if all devices are of one kind, so that they are about as fast."""
+    return len({_kind(device) for device in devices}) == 1
 
 
 def _kind(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"{torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return "1 thread" if threads == 1 else f"{threads} threads"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, {properties.total_memory // MIB:,} MiB"
 

@@ -105,6 +105,8 @@ class DataParallel(nn.Module):
             raise TypeError(f"module is a {type(module).__name__}, and must be a torch.nn.Module")
         if scalars not in ("stack", "mean"):
             raise InvalidArgumentError(f"scalars is 'stack' or 'mean', not {scalars!r}")
+        if isinstance(whole, str):
+            raise InvalidArgumentError(f"whole is a list of names of keyword arguments, as [{whole!r}], not {whole!r}")
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise InvalidArgumentError(f"dim is the number of a dimension, 0 or above, not {dim!r}")
         if not timeout > 0:
@@ -187,7 +189,7 @@ class DataParallel(nn.Module):
 
     def describe(self) -> str:
         """Return a line about the devices: how many replicas, where, and whether the devices are alike."""
-        return described(self.devices)
+        return described(self.devices, self._tracker is not None)
 
     def close(self) -> None:
         """End the threads of the devices. The wrapped module remains usable. A second call does nothing.

@@ -178,6 +178,7 @@ class Backward:
     def _start(self, state: State) -> None:
         self._state = state
         self.exchanged = state is State.EXCHANGE
+        self._due = False
         self._number += 1
         thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
         if (pacing := self.rounds.pacing) is not None:
