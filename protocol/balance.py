@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.whole import whole_number
 
 CALIBRATION_STEPS: Final = 10
 """Steps before the first new ratios."""
@@ -79,21 +81,30 @@ def hinted_ratios(world_size: int, slow_rank: int, ratio: float) -> tuple[float,
         InvalidArgumentError: ``ratio`` is below 1 or not finite.
     """
     world = _world_size(world_size)
-    check_hint(world, slow_rank, ratio)
-    total = 1.0 + ratio * (world - 1)
-    return tuple(1.0 / total if rank == slow_rank else ratio / total for rank in range(world))
+    slow, times = checked_hint(world, (slow_rank, ratio))
+    each = 1.0 / (1.0 / times + (world - 1))
+    return tuple(each / times if rank == slow else each for rank in range(world))
 
 
-def check_hint(world_size: int, slow_rank: int, ratio: float) -> None:
-    """Raise an error if a speed hint names no rank, or a ratio below 1. See `hinted_ratios`."""
-    if not 0 <= slow_rank < world_size:
-        raise InvalidRankError(
-            f"speed_hint names rank {slow_rank} as the slow one, and the ranks are 0 to {world_size - 1}"
+def checked_hint(world_size: int, hint: object) -> tuple[int, float]:
+    """Return a speed hint, the slow rank and how many times as fast the others are.
+
+    Raises:
+        InvalidRankError: there is no such rank.
+        InvalidArgumentError: it is something else, or the ratio is below 1 or not finite.
+    """
+    if not isinstance(hint, tuple | list) or len(hint) != 2:
+        raise InvalidArgumentError(
+            f"speed_hint is (slow_rank, ratio), as (1, 3.0) if the others are 3 times as fast as rank 1, not {hint!r}"
         )
-    if not (math.isfinite(ratio) and ratio >= 1):
+    slow, ratio = whole_number(hint[0], "the slow rank of speed_hint", -MAX_WORLD_SIZE), hint[1]
+    if not 0 <= slow < world_size:
+        raise InvalidRankError(f"speed_hint names rank {slow} as the slow one, and the ranks are 0 to {world_size - 1}")
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
         raise InvalidArgumentError(
             f"the ratio of a speed_hint is how many times as fast the others are, at least 1, not {ratio!r}"
         )
+    return slow, float(ratio)
 
 
 def shard_sizes(ratios: Sequence[float], batch_size: int) -> tuple[int, ...]:
@@ -169,13 +180,12 @@ class ThroughputTracker:
         speed_hint: tuple[int, float] | None = None,
     ) -> None:
         world = _world_size(world_size)
-        for name, value in (("calibration_steps", calibration_steps), ("rebalance_interval", rebalance_interval)):
-            if value < 1:
-                raise InvalidArgumentError(f"{name} must be at least 1, not {value!r}")
-        self._calibration_steps, self._rebalance_interval = calibration_steps, rebalance_interval
+        self._calibration_steps = whole_number(calibration_steps, "calibration_steps", 1)
+        self._rebalance_interval = whole_number(rebalance_interval, "rebalance_interval", 1)
         self.steps = 0
         self.throughputs = [0.0] * world
-        self.ratios = (1.0 / world,) * world if speed_hint is None else hinted_ratios(world, *speed_hint)
+        hint = None if speed_hint is None else checked_hint(world, speed_hint)
+        self.ratios = (1.0 / world,) * world if hint is None else hinted_ratios(world, *hint)
 
     @property
     def is_balanced(self) -> bool:
@@ -235,6 +245,4 @@ class ThroughputTracker:
 
 
 def _world_size(world_size: int) -> int:
-    if world_size < 1:
-        raise InvalidWorldSizeError(f"the world size must be at least 1, not {world_size}")
-    return world_size
+    return whole_number(world_size, "the world size", 1, InvalidWorldSizeError)

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gradserver.protocol.balance import check_hint, rounded
+from gradserver.protocol.balance import checked_hint, rounded
 from gradserver.protocol.errors import InvalidArgumentError, InvalidWorldSizeError
+from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.whole import whole_number
 
 FIRST_ANCHOR: Final = 10
 OVERHEAD_TARGET: Final = 0.10
@@ -68,10 +70,10 @@ class CadenceOptions:
     speed_hint: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_total is not None and self.max_total < 1:
-            raise InvalidArgumentError(f"max_total must be at least 1, not {self.max_total!r}")
+        if self.max_total is not None:
+            whole_number(self.max_total, "max_total", 1)
         if self.is_on:
-            self.cadence(2 if self.speed_hint is None else max(self.speed_hint[0] + 1, 2))
+            self.cadence(2 if self.speed_hint is None else max(checked_hint(MAX_WORLD_SIZE, self.speed_hint)[0] + 1, 2))
 
     @property
     def is_on(self) -> bool:
@@ -134,16 +136,17 @@ class Cadence:
         max_batch_diff: int | None = None,
         speed_hint: tuple[int, float] | None = None,
     ) -> None:
-        if world_size < 2:
+        if whole_number(world_size, "the world size", error=InvalidWorldSizeError) < 2:
             raise InvalidWorldSizeError(f"a cadence is for at least 2 ranks, not {world_size}: one waits for nothing")
-        if anchor < 1:
-            raise InvalidArgumentError(f"anchor must be at least 1, not {anchor!r}")
-        if max_anchor < anchor:
+        whole_number(anchor, "anchor", 1)
+        if whole_number(max_anchor, "max_anchor") < anchor:
             raise InvalidArgumentError(f"max_anchor must be at least the anchor of {anchor}, not {max_anchor!r}")
-        if not math.isfinite(overhead_target):
-            raise InvalidArgumentError(f"overhead_target must be a part of the time, not {overhead_target!r}")
-        if max_batch_diff is not None and max_batch_diff < 0:
-            raise InvalidArgumentError(f"max_batch_diff must be at least 0, not {max_batch_diff!r}")
+        if not isinstance(overhead_target, int | float) or not math.isfinite(overhead_target):
+            raise InvalidArgumentError(
+                f"overhead_target must be a part of the time, such as 0.1, not {overhead_target!r}"
+            )
+        if max_batch_diff is not None:
+            whole_number(max_batch_diff, "max_batch_diff")
         self._first, self._most, self._max_batch_diff = anchor, max_anchor, max_batch_diff
         self.overhead_target = min(max(overhead_target, _LEAST_TARGET), _MOST_TARGET)
         self.anchor = anchor
@@ -151,8 +154,7 @@ class Cadence:
         self.calibrated = False
         self.counts = (anchor,) * world_size
         if speed_hint is not None:
-            slow, ratio = speed_hint
-            check_hint(world_size, slow, ratio)
+            slow, ratio = checked_hint(world_size, speed_hint)
             fast = max(1, rounded(anchor * ratio))
             self.counts = tuple(anchor if rank == slow else fast for rank in range(world_size))
 

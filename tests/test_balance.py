@@ -78,6 +78,7 @@ def test_a_speed_hint_gives_the_first_shares() -> None:
     assert ThroughputTracker(2, speed_hint=(1, 3.0)).ratios == pytest.approx((0.75, 0.25))
     assert ThroughputTracker(3, speed_hint=(0, 2.0)).ratios == pytest.approx((0.2, 0.4, 0.4))
     assert ThroughputTracker(1, speed_hint=(0, 9.0)).ratios == (1.0,)
+    assert sum(ThroughputTracker(4, speed_hint=(2, 1e308)).ratios) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,15 @@ def test_a_speed_hint_gives_the_first_shares() -> None:
         (lambda: ThroughputTracker(2, speed_hint=(-1, 2.0)), InvalidRankError, "names rank -1"),
         (lambda: ThroughputTracker(2, speed_hint=(0, 0.5)), InvalidArgumentError, "at least 1, not 0.5"),
         (lambda: ThroughputTracker(2, speed_hint=(0, math.inf)), InvalidArgumentError, "not inf"),
+        (lambda: ThroughputTracker(2, speed_hint=3.0), InvalidArgumentError, r"speed_hint is \(slow_rank, ratio\), as"),  # type: ignore[arg-type]
+        (lambda: ThroughputTracker(2, speed_hint=(1, "3")), InvalidArgumentError, "at least 1, not '3'"),  # type: ignore[arg-type]
+        (lambda: ThroughputTracker(2, speed_hint=(0.5, 2)), InvalidArgumentError, "the slow rank of speed_hint must"),  # type: ignore[arg-type]
+        (lambda: ThroughputTracker(2, calibration_steps=2.5), InvalidArgumentError, "must be an integer, not 2.5"),  # type: ignore[arg-type]
+        (lambda: ThroughputTracker("2"), InvalidWorldSizeError, "the world size must be an integer, not '2'"),  # type: ignore[arg-type]
+        (lambda: gradserver.CadenceOptions(speed_hint=2.0), InvalidArgumentError, "speed_hint is"),  # type: ignore[arg-type]
+        (lambda: gradserver.CadenceOptions(anchor="10"), InvalidArgumentError, "anchor must be an integer, not '10'"),  # type: ignore[arg-type]
+        (lambda: gradserver.CadenceOptions(max_total=0), InvalidArgumentError, "max_total must be at least 1"),
+        (lambda: gradserver.CadenceOptions(overhead_target="5%"), InvalidArgumentError, "such as 0.1, not '5%'"),  # type: ignore[arg-type]
         (lambda: ThroughputTracker(2, rebalance_interval=0), InvalidArgumentError, "rebalance_interval"),
         (lambda: ThroughputTracker(2).record([1], [1.0, 1.0]), InvalidArgumentError, "not 1"),
         (lambda: ThroughputTracker(2).record([1, 1], [1.0, -1.0]), InvalidArgumentError, "rank 1"),

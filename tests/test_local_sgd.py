@@ -173,15 +173,20 @@ def test_members_with_measured_delays_are_alike() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ((0,), "every is 0, and must be a whole number"),
+        ((0,), "every must be at least 1, not 0"),
+        ((2.5,), "every must be an integer, not 2.5"),
         ((4, 5), "every=4 steps are too few for 5 fragments"),
         ((8, 2, 5), "a fragment must arrive before the next one is sent, which is after 4 of every=8 steps"),
-        ((8, True), "fragments is True"),
+        ((8, True), "fragments must be an integer, not True"),
     ],
 )
-def test_a_schedule_that_is_not_possible(options: tuple[int, ...], text: str) -> None:
+def test_a_schedule_that_is_not_possible(options: tuple[Any, ...], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         Schedule(*options)
+    schedule = Schedule(8, *options[1:]) if options[1:] in ((), (5,)) else Schedule(8)
+    with pytest.raises(InvalidArgumentError):
+        schedule.set_every(0 if schedule.fragments == 1 else 4)
+    assert (schedule.every, schedule.sends) == (8, False), "an interval that is refused changes nothing"
 
 
 def test_the_outer_optimizer_is_sgd_with_nesterovs_momentum() -> None:
@@ -538,7 +543,7 @@ def test_what_is_not_possible() -> None:
             ({"mixing": 1.0}, "mixing is 1.0, and must be a number from 0 to below 1"),
             ({"mixing": "half"}, "mixing is 'half', and must be a number"),
             ({"max_every": 2}, "max_every=2 is below every=16, the interval to begin with: give at least 16"),
-            ({"max_every": "2"}, "max_every is '2', and must be a whole number"),
+            ({"max_every": "2"}, "max_every must be an integer, not '2'"),
             ({"wire": "int8"}, "wire is 'int8', and must have a format for each bucket"),
             ({"wire": {"fragment.1": "int8"}}, "the buckets are fragment.0"),
             ({"optimizer": sgd(nn.Linear(1, 1))}, "steps no parameter of the module"),

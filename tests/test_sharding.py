@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
-from gradserver.worker.data.sharding import check_rank, shard_batches, whole_number
+from gradserver.protocol.whole import whole_number
+from gradserver.worker.data.sharding import check_rank, shard_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 

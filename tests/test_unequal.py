@@ -372,8 +372,10 @@ def test_arguments_that_cannot_be_are_errors() -> None:
             balanced.nudge(0.5)
         with pytest.raises(UsageError, match="choose one"):
             DistributedDataParallel(Layer(), worker, cadence=True, balance=data)
-        with pytest.raises(InvalidArgumentError, match="balance is a BalancedSampler"):
+        with pytest.raises(InvalidArgumentError, match="balance is a gradserver.BalancedSampler or .* not list"):
             DistributedDataParallel(Layer(), worker, balance=[1, 2])  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="a gradserver.Balance of one, not a Balance of int"):
+            DistributedDataParallel(Layer(), worker, balance=Balance(3))  # type: ignore[arg-type]
         with pytest.raises(InvalidArgumentError, match="cadence is a gradserver.CadenceOptions"):
             DistributedDataParallel(Layer(), worker, cadence=10)  # type: ignore[arg-type]
         with pytest.raises(InvalidRankError, match="names rank 4"):

@@ -6,18 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
 
 from gradserver.protocol.balance import shard_sizes
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.whole import whole_number
 from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
 from gradserver.worker.data.sampler import HasRank
-from gradserver.worker.data.sharding import check_rank, whole_number
-
-if TYPE_CHECKING:
-    pass
+from gradserver.worker.data.sharding import check_rank
 
 
 class BalancedSampler(Sampler[list[int]]):

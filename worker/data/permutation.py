@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from gradserver.protocol.errors import InvalidArgumentError
-from gradserver.worker.data.sharding import whole_number
+from gradserver.protocol.whole import whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -14,9 +14,9 @@ from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
 from gradserver.protocol.ranges import Ranges, count, lowest, union
+from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker
 from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
-from gradserver.worker.data.sharding import whole_number
 from gradserver.worker.handle import Handle
 
 if TYPE_CHECKING:

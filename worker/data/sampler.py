@@ -13,8 +13,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.protocol.whole import whole_number
 from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
-from gradserver.worker.data.sharding import check_rank, shard_batches, whole_number
+from gradserver.worker.data.sharding import check_rank, shard_batches
 
 if TYPE_CHECKING:
     from gradserver.worker.data.permutation import Indices

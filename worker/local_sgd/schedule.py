@@ -17,6 +17,7 @@ import math
 from typing import Final
 
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.whole import whole_number
 
 AUTO: Final = "auto"
 """Delay that follows from how long fragments are on their way."""
@@ -43,11 +44,11 @@ class Schedule:
     """
 
     def __init__(self, every: int, fragments: int = 1, delay: int | str = 0) -> None:
-        self.fragments = whole(fragments, "fragments", 1)
+        self.fragments = whole_number(fragments, "fragments", 1)
         self.is_measured = isinstance(delay, str)
         if self.is_measured and delay != AUTO:
             raise InvalidArgumentError(f"delay is {delay!r}, and must be a whole number, at least 0, or {AUTO!r}")
-        self.delay = whole(every, "every", 1) if isinstance(delay, str) else whole(delay, "delay", 0)
+        self.delay = whole_number(every, "every", 1) if isinstance(delay, str) else whole_number(delay, "delay")
         self.round = 0
         self.under_way = False
         self._steps = 0
@@ -65,7 +66,7 @@ class Schedule:
 
     def set_every(self, every: int) -> None:
         """Set the steps between two averagings of a fragment, from the next sending on."""
-        self._every = whole(every, "every", 1)
+        every = whole_number(every, "every", 1)
         if every < self.fragments:
             raise InvalidArgumentError(
                 f"every={every} steps are too few for {self.fragments} fragments, of which one at a time is sent: give "
@@ -79,6 +80,7 @@ class Schedule:
                 f"{every // self.fragments} of every={every} steps with {self.fragments} fragments: give at most "
                 f"{every // self.fragments}"
             )
+        self._every = every
 
     @property
     def fragment(self) -> int:
@@ -139,10 +141,3 @@ class Schedule:
     def go_on_from(self, number: int) -> None:
         """Go on from round ``number``, as another member does."""
         self.round, self.under_way, self._steps = number, False, 0
-
-
-def whole(value: object, name: str, least: int) -> int:
-    """Return ``value``, an argument; InvalidArgumentError unless it is a whole number of ``least`` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{name} is {value!r}, and must be a whole number, at least {least}")
-    return value

@@ -15,12 +15,13 @@ from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import check_names
+from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.local_sgd.averaging import Averaging
 from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
 from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.pace import LocalPace, most_times
-from gradserver.worker.local_sgd.schedule import Schedule, whole
+from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import check_is_optimizer, check_mode, checked_worker
@@ -323,7 +324,7 @@ def _share(mixing: float | None, delay: int | str) -> float:
 def _longest(max_every: int | None, every: int) -> int | None:
     if max_every is None:
         return None
-    if whole(max_every, "max_every", 1) < every:
+    if whole_number(max_every, "max_every", 1) < every:
         raise InvalidArgumentError(
             f"max_every={max_every} is below every={every}, the interval to begin with: give at least {every}"
         )

@@ -19,8 +19,8 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.plan_codecs import with_named_codecs
+from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker
-from gradserver.worker.data.sharding import whole_number
 from gradserver.worker.handle import Handle
 from gradserver.worker.norms import check_limit, clip_factor, norm_of, scale, squares_in
 from gradserver.worker.tensors import is_torch

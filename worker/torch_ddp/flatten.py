@@ -20,7 +20,7 @@ import numpy as np
 
 from gradserver.protocol.dtypes import dtype_of
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError
-from gradserver.worker.data.sharding import whole_number
+from gradserver.protocol.whole import whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -192,9 +192,11 @@ def pace_of(
         raise UsageError("cadence= gives fast workers more batches, and balance= larger ones: choose one of them")
     if isinstance(balance, BalancedSampler | DataRanges):
         balance = Balance(balance)
-    if not isinstance(balance, Balance):
+    found = balance.data if isinstance(balance, Balance) else balance
+    if not isinstance(balance, Balance) or not isinstance(found, BalancedSampler | DataRanges):
         raise InvalidArgumentError(
-            f"balance is a BalancedSampler, DataRanges, or a gradserver.Balance of one, not a {type(balance).__name__}"
+            f"balance is a gradserver.BalancedSampler or DataRanges, or a gradserver.Balance of one, not "
+            f"{'a Balance of ' if found is not balance else ''}{type(found).__name__}"
         )
     return BalancePace(worker, balance)
 
