@@ -139,10 +139,10 @@ def test_devices_of_different_kinds_get_parts_by_their_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gradserver.setup(*network(), devices=["cpu", "cpu:1"]) as training:
-        assert training.model.module._tracker is None  # type: ignore[union-attr]
+        assert training.model.module._tracker is None
     monkeypatch.setattr(devices_of_torch, "_kind", lambda device: "slow" if device.index else "fast")
     with gradserver.setup(*network(), devices=["cpu", "cpu:1"]) as training:
-        assert training.model.module._tracker is not None  # type: ignore[union-attr]
+        assert training.model.module._tracker is not None
     *_, line = capsys.readouterr().err.splitlines()
     assert line.endswith(
         "2 replicas on cpu (fast), cpu:1 (slow); devices differ, and each gets a part of the batch by its speed"
