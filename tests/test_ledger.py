@@ -419,7 +419,7 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.Cap
 def test_a_file_that_is_being_written_is_read_as_far_as_it_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, range(5))
+    write(tmp_path, range(2))
     file = files_of(tmp_path)[0][1]
     data = file.read_bytes()
     for size in range(HEADER_BYTES, len(data)):

@@ -342,6 +342,7 @@ def test_comments_and_docstrings_of_tests_are_read_but_no_other_texts(write: Wri
 # ── the table, and today's source ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long  # `make check` runs it, before the tests wherever changes are merged
 def test_todays_source_is_within_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
     status = main([])
     assert status == 0, capsys.readouterr().out
