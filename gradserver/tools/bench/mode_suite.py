@@ -28,14 +28,19 @@ from gradserver.tools.demo.settings import Settings
 _SECONDS_TO_LISTEN: Final = 60.0
 _SECONDS_ALONE: Final = 1.0
 """Duration of a measurement of a worker by itself."""
+_SECONDS_QUICK: Final = 0.2
+"""Duration with a tiny model."""
 _PORT: Final = 7411
 
 
 class Crew:
     """The processes of workers, on the hosts of a scenario."""
 
-    def __init__(self, processes: Processes, settings: Settings, scenario: Scenario, place: Place) -> None:
+    def __init__(
+        self, processes: Processes, settings: Settings, scenario: Scenario, place: Place, seconds_alone: float
+    ) -> None:
         self._processes, self._settings, self._scenario, self._place = processes, settings, scenario, place
+        self._seconds_alone = seconds_alone
         words = ["--settings", settings.to_json(), "--scenario", scenario.to_json()]
         self._workers = [
             processes.start(
@@ -53,7 +58,7 @@ class Crew:
 
     def _alone(self, workers: Sequence[Child]) -> list[float]:
         for worker in workers:
-            ask(worker, {"do": "alone", "seconds": _SECONDS_ALONE})
+            ask(worker, {"do": "alone", "seconds": self._seconds_alone})
         return [float(one["rate"]) for one in self._processes.answers(workers, _SECONDS_TO_LISTEN)]
 
     def train(self, mode: Mode, folder: Path, seconds: float, before: Reference) -> Finished:
@@ -129,11 +134,9 @@ def _all(arguments: argparse.Namespace, settings: Settings, found: list[Finished
             if arguments.add:
                 document = {"machine": machine.describe(), "versions": machine.versions()}
                 save(arguments.add, {**document, "runs": [each.to_json() for each in found]})
-            print(
-                f"  {scenario.name}, {one.mode.name}: {one.seconds:.1f} s, loss {one.loss:.4f}, {one.share:.0%}",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not arguments.json:
+                text = f"{scenario.name}, {one.mode.name}: {one.seconds:.1f} s, loss {one.loss:.4f}, {one.share:.0%}"
+                print(f"  {text}", file=sys.stderr, flush=True)
             yield one
 
 
@@ -151,7 +154,7 @@ def _missing(
     if not todo:
         return
     with _place(scenario, arguments.workers) as place, _folder() as folder, Processes(folder) as processes:
-        crew = Crew(processes, settings, scenario, place)
+        crew = Crew(processes, settings, scenario, place, _SECONDS_QUICK if arguments.quick else _SECONDS_ALONE)
         reference = crew.reference()
         for mode in todo:
             one = crew.train(mode, folder, arguments.seconds, reference)
