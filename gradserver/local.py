@@ -82,7 +82,7 @@ class LocalCluster:
             ``"halt"`` ends the group.
         mean: rule by which gradients are averaged: ``"plain"``, or a robust one, as ``"median"``, ``"trimmed:0.25"``,
             ``"clipped:1"`` or ``"krum:1"``.
-        audit: share of the rounds in which several workers compute the same samples of `DataRanges`, as ``"0.01"``, and
+        audit: share of the rounds in which several workers compute the same samples of `DataRanges`, as 0.01, and
             the relative difference of their gradients that is allowed, as ``"0.01:1e-3"``.
     """
 
@@ -106,14 +106,14 @@ class LocalCluster:
         nonfinite: Literal["halt", "leave-out", "skip", "propagate"] = "halt",
         outliers: Literal["report", "leave-out", "halt"] = "report",
         mean: str = "plain",
-        audit: str = "off",
+        audit: str | float = "off",
     ) -> None:
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise InvalidArgumentError(f"world_size is a number of workers, not {world_size!r}")
         size = Policy(*elastic) if elastic else Policy.of(world_size)
         chosen, lateness = in_mode(mode_of(mode, staleness, damping), quorum, backup, grace, late, size.maximum)
         policy = dataclasses.replace(size, backlog=backlog, lateness=lateness, rejoin=rejoin_for, mode=chosen)
-        rules = mean_of(mean), on_outlier(outliers), audit_of(audit)
+        rules = mean_of(mean), on_outlier(outliers), audit_of(str(audit))
         policy = dataclasses.replace(policy, mean=rules[0], outliers=rules[1], audit=rules[2])
         policy.check_mean()
         check_policy(policy)

@@ -121,7 +121,7 @@ def shard_sizes(ratios: Sequence[float], batch_size: int) -> tuple[int, ...]:
         InvalidArgumentError: the batch has fewer samples than there are ranks, or a ratio is not from 0 to 1.
     """
     world = _world_size(len(ratios))
-    if batch_size < world:
+    if whole_number(batch_size, "batch_size") < world:
         raise InvalidArgumentError(
             f"a batch of {batch_size} samples is too small for {world} workers, which need at least one each: "
             f"use a batch of {world} or more, or fewer workers"

@@ -87,6 +87,8 @@ def test_a_speed_hint_gives_the_first_shares() -> None:
         (lambda: gradserver.shard_sizes([0.5, 0.5], 1), InvalidArgumentError, "1 samples is too small for 2 workers"),
         (lambda: gradserver.shard_sizes([1.5, -0.5], 8), InvalidArgumentError, "rank 0 has 1.5"),
         (lambda: gradserver.shard_sizes([], 8), InvalidWorldSizeError, "at least 1"),
+        (lambda: gradserver.shard_sizes([0.5, 0.5], 8.5), InvalidArgumentError, "must be an integer, not 8.5"),  # type: ignore[arg-type]
+        (lambda: gradserver.LocalCluster(2, audit=2.0), InvalidArgumentError, "SHARE.*; not '2.0'"),
         (lambda: gradserver.shard_ratios([1, math.nan]), InvalidArgumentError, "rank 1 has nan"),
         (lambda: gradserver.shard_ratios([]), InvalidWorldSizeError, "at least 1"),
         (lambda: ThroughputTracker(2, speed_hint=(2, 2.0)), InvalidRankError, "names rank 2"),
