@@ -316,6 +316,8 @@ def test_a_coordinator_that_stops_takes_its_shards_with_it() -> None:
 def test_the_others_are_told_of_a_worker_that_dies_among_shards(number: signal.Signals) -> None:
     with Daemon("--shards", "3") as coordinator, ExitStack() as stack:
         workers = exchanging(stack, coordinator.url, 3)
+        # Workers have results before all shards have told the coordinator of the round.
+        wait_until(lambda: coordinator.group()["round"] > 0, "the coordinator has heard of a round from each shard")
         since = time.monotonic()
         workers[1].send_signal(number)
 

@@ -19,6 +19,9 @@ Place = tuple[int, int]
 """Step and row of a sample."""
 Batch = list[Place]
 
+_PARTS: Final = 8
+"""Batches of a cadence in one batch of the other modes."""
+
 
 class Update:
     """The update of a module: the learning rate, clipping, and the optimizer's step.
@@ -84,12 +87,14 @@ def wrap_ranges(module: nn.Module, worker: Worker, update: Update, options: dict
 def wrap_cadence(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
     """Exchange gradients of several batches, more of them at faster workers.
 
-    Batches are half of those of other modes. So an update is of as many samples, in several batches.
+    Batches are an eighth of those of other modes, so that their numbers can follow the speeds, and an update is of as
+    many samples.
     """
-    cadence = gradserver.CadenceOptions(**options)
-    data = _ranges(worker, update.settings, max(update.settings.batch // 2, 1))
+    settings = update.settings
+    cadence = gradserver.CadenceOptions(max_total=_PARTS * settings.workers, **options)
+    data = _ranges(worker, settings, max(settings.batch // _PARTS, 1))
     model = gradserver.DistributedDataParallel(module, worker, cadence=cadence)
-    return _of_samples(model, worker, update, _taken(data, update.settings))
+    return _of_samples(model, worker, update, _taken(data, settings))
 
 
 def wrap_unawaited(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:

@@ -26,7 +26,7 @@ from gradserver.tools.common.processes import Child, RunError, listening_url
 from gradserver.tools.demo.settings import Settings
 
 _SECONDS_TO_LISTEN: Final = 60.0
-_SECONDS_ALONE: Final = 1.0
+_SECONDS_ALONE: Final = 3.0
 """Duration of a measurement of a worker by itself."""
 _SECONDS_QUICK: Final = 0.2
 """Duration with a tiny model."""

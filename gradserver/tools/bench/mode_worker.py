@@ -15,8 +15,10 @@ import json
 import sys
 import time
 import traceback
+from collections import deque
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -36,6 +38,8 @@ from gradserver.tools.demo.train import mean_loss, validation_loss
 _TIMEOUT: Final = 300.0
 _WARM: Final = 2
 """Steps before a measurement: the first ones allocate."""
+_STEPS_OF_COST: Final = 15
+"""Steps that say how long a sample takes."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,15 @@ class Device:
     """A device that is ``slowness`` times slower than this one: it waits in each step, and takes no core meanwhile.
 
     It waits before each block's forward, and twice as long before each block's backward, as computation is spread over
-    a step. So gradients are there as early as they would be on a slower device.
+    a step. So gradients are there as early as they would be on a slower device. Its speed is steady, though this
+    machine's is not: it waits as long as the median of its last steps says.
     """
 
     def __init__(self, slowness: float) -> None:
         self._slowness = slowness
         self._began = self._part = 0.0
-        self._cost = 0.0
-        """Seconds of a sample in the step before. Time spent in waiting does not count."""
+        self._costs: deque[float] = deque([0.0], maxlen=_STEPS_OF_COST)
+        """Seconds of a sample in the last steps. Time spent in waiting does not count."""
 
     def slow_down(self, module: GPT) -> None:
         """Compute ``module`` as slowly as the device does."""
@@ -86,7 +91,7 @@ class Device:
 
     def begin(self, samples: int, blocks: int) -> None:
         """Begin a step of so many samples."""
-        self._part = self._cost * samples * (self._slowness - 1) / (3 * blocks)
+        self._part = median(self._costs) * samples * (self._slowness - 1) / (3 * blocks)
         self._began = time.thread_time()
 
     def _computed(self, _block: nn.Module, _inputs: object, output: Tensor) -> None:
@@ -99,7 +104,7 @@ class Device:
 
     def end(self, samples: int) -> None:
         """End a step."""
-        self._cost = (time.thread_time() - self._began) / samples
+        self._costs.append((time.thread_time() - self._began) / samples)
 
 
 class Trainer:

@@ -53,7 +53,7 @@ MODES: Final = (
     Mode("sync-int8", "synchronous", wire="int8"),
     Mode("balanced", "balanced"),
     Mode("ranges", "ranges"),
-    Mode("cadence", "cadence", {"anchor": 2, "max_total": 4}),
+    Mode("cadence", "cadence", {"anchor": 4}),
     Mode("bounded", "unawaited", serve=("--mode", "bounded", "--staleness", "4")),
     Mode("async", "unawaited", serve=("--mode", "async")),
     Mode("local-average", "local", {"every": 16, "outer": "average"}),
@@ -66,17 +66,30 @@ MODES: Final = (
     Mode("streaming-balanced", "local", {**_STREAMING, "balance": True}),
 )
 """All modes, in the order of the table. The first one is what the others' loss is compared with."""
-USUAL: Final = ("sync", "balanced", "ranges", "cadence", "bounded", "async", "local", "local-balanced", "streaming")
+USUAL: Final = (
+    "sync",
+    "balanced",
+    "ranges",
+    "cadence",
+    "bounded",
+    "async",
+    "local",
+    "local-balanced",
+    "streaming",
+    "streaming-auto",
+)
 """Modes that are measured unless others are named."""
 SCENARIOS: Final = ("equal", "unequal", "link")
+_PAUSES: Final = 1.5
+"""Slowness of all devices where they are unequal. So there is a core for each process whenever it computes."""
 
 
 def scenario_of(name: str, workers: int, slow: float, rate: float) -> Scenario:
     """Return a scenario of `SCENARIOS`, in which a slower worker is ``slow`` times slower, and links have this rate."""
-    even = (1.0,) * workers
+    even, uneven = (1.0,) * workers, (slow, *(1.0,) * (workers - 1))
     known = {
         "equal": Scenario("equal workers", even),
-        "unequal": Scenario(f"the first worker {slow:g} times slower", (slow, *even[1:])),
+        "unequal": Scenario(f"the first worker {slow:g} times slower", tuple(_PAUSES * one for one in uneven)),
         "link": Scenario(f"links of {8 * rate / 1e6:g} Mbit/s", even, rate),
     }
     return known[name]
