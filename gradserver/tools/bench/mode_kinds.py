@@ -19,8 +19,9 @@ Place = tuple[int, int]
 """Step and row of a sample."""
 Batch = list[Place]
 
-_PARTS: Final = 8
-"""Batches of a cadence in one batch of the other modes."""
+_LEAST_PART: Final = 8
+"""Samples in a batch of a cadence, at least, if there are two in one batch of the other modes."""
+_LEAST_PARTS: Final = 2
 
 
 class Update:
@@ -87,13 +88,14 @@ def wrap_ranges(module: nn.Module, worker: Worker, update: Update, options: dict
 def wrap_cadence(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
     """Exchange gradients of several batches, more of them at faster workers.
 
-    Batches are an eighth of those of other modes, so that their numbers can follow the speeds, and an update is of as
-    many samples.
+    Batches are parts of those of other modes, so that an update is of as many samples. The more parts there are, the
+    better their numbers follow the speeds, and the more time goes into what a batch costs whatever its size.
     """
     settings = update.settings
-    cadence = gradserver.CadenceOptions(max_total=_PARTS * settings.workers, **options)
-    data = _ranges(worker, settings, max(settings.batch // _PARTS, 1))
+    parts = min(max(settings.batch // _LEAST_PART, _LEAST_PARTS), settings.batch)
+    cadence = gradserver.CadenceOptions(anchor=parts, max_total=parts * settings.workers, **options)
     model = gradserver.DistributedDataParallel(module, worker, cadence=cadence)
+    data = _ranges(worker, settings, settings.batch // parts)
     return _of_samples(model, worker, update, _taken(data, settings))
 
 

@@ -53,7 +53,7 @@ MODES: Final = (
     Mode("sync-int8", "synchronous", wire="int8"),
     Mode("balanced", "balanced"),
     Mode("ranges", "ranges"),
-    Mode("cadence", "cadence", {"anchor": 4}),
+    Mode("cadence", "cadence"),
     Mode("bounded", "unawaited", serve=("--mode", "bounded", "--staleness", "4")),
     Mode("async", "unawaited", serve=("--mode", "async")),
     Mode("local-average", "local", {"every": 16, "outer": "average"}),
