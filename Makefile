@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-lowest chaos chaos-long kills mutants gpu docs check format clean
+.PHONY: help setup demo test test-numpy test-long test-lowest chaos chaos-long kills mutants gpu docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -38,6 +38,11 @@ demo: $(STAMP) ## Train a small language model with two workers and a coordinato
 # Three processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
 test: $(STAMP) ## Run the tests, apart from the long ones
 	$(BIN)/pytest -m "not long" --numprocesses 3 --dist worksteal $(TEST_ARGS)
+
+# Without kernels: what tests all that kernels do. `make test` has them.
+test-numpy: $(STAMP) ## Run the tests of codecs and reductions without compiled kernels
+	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
+	  $(addprefix tests/test_,$(addsuffix .py,codecs reducer lossy means nonfinite comparison kernels))
 
 test-long: $(STAMP) ## Run the long tests, and property tests with sixteen times the examples
 	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)
@@ -116,5 +121,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@[ "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" ] || clear=--clear; \
 	  $(PYTHON) -m venv $$clear $(VENV)
 	@$(PIP) install -c constraints.txt hatchling
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo]'
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo,fast]'
 	@touch $@

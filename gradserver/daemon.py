@@ -132,6 +132,7 @@ def serve(
                 server.release()
                 if all_there():
                     print(f"listening on {server.url}", flush=True)
+                    _load_kernels()
                     signal.signal(signal.SIGCHLD, lambda *_: server.look(children.replace))
                     server.run()
                 log.info("stopped")
@@ -182,6 +183,7 @@ def serve_shard(
             offer = Enlist(engine.url, rate, os.environ.get(SHARD_TOKEN, "")[:MAX_TOKEN])
             enlisted = link.enlist(offer, _JOINING_SECONDS)
             print(f"listening on {server.url} (data shard {enlisted.number} of {primary})", flush=True)
+            _load_kernels()
             while True:
                 engine.link = coordinator.connect(link)
                 coordinator.receive(engine.link, enlisted)
@@ -253,6 +255,13 @@ def _serving(server: TcpServer, coordinator: Runtime) -> Iterator[None]:
         coordinator.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _load_kernels() -> None:
+    """Have kernels loaded while this process serves. The first rounds do without them."""
+    from gradserver.protocol.compiled import loader  # imported here: that takes time before this process listens
+
+    loader.start()
 
 
 def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str]]:

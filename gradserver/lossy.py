@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from gradserver.comparison import compare, is_due, square
-from gradserver.engine.commands import RESULT, Digests, Measures, Reduce
+from gradserver.engine.commands import RESULT, Digests, Reduce
 from gradserver.engine.events import Finding, NonFinite, Sifted, Undecodable
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import (
@@ -29,8 +29,10 @@ from gradserver.mean import (
     with_one_nan,
 )
 from gradserver.protocol.codecs import Codec, Scratch, seed_of
+from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.digest import digest
 from gradserver.protocol.errors import ProtocolError
+from gradserver.protocol.kernels import NONE, Combine, Given, active
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.means import UNIT
 from gradserver.robust import FIRST_SCRATCH, robust_mean
@@ -69,14 +71,14 @@ def reduce_lossy(command: Reduce) -> Outcome:
         return Undecodable(member_id, error)
     findings: list[Finding] = []
     while True:
-        made = _reduce(command, [(one.member_id, one.weight) for one in rows], data, False)
+        made = _Mean(command, [(one.member_id, one.weight) for one in rows], data, False).compute()
         if made is not None:
             break
         if not command.spans:
             return _blame(command)
         bad = _findings(command, data)
         if not bad:
-            made = _reduce(command, [(one.member_id, one.weight) for one in rows], data, True)
+            made = _Mean(command, [(one.member_id, one.weight) for one in rows], data, True).compute()
             break
         findings += bad
         for _, member_id, _ in bad:
@@ -93,88 +95,8 @@ def reduce_lossy(command: Reduce) -> Outcome:
     return Sifted(kept, tuple(sorted(findings))) if findings else kept
 
 
-def _reduce(
-    command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
-) -> Array | Undecodable | None:
-    """Compute the encoded mean of ``data``, by member id, or return why there is none.
-
-    A member without data counts as zeros. Returns None if the mean is not finite. With ``in_range`` no sum is larger
-    than the largest contribution.
-    """
-    codec, guarded = command.operation.codec, command.nonfinite is not OnNonFinite.PROPAGATE
-    weights = [weight for _, weight in shares]
-    equal, divisor, scaled = (False, 1.0, shares_of(weights)) if in_range else weigh(weights)
-    given = [
-        _Given(member_id, None if equal else np.float32(weight), data[member_id])
-        for (member_id, _), weight in zip(shares, scaled, strict=True)
-        if member_id in data
-    ]
-    if (owed := _owed(command)) is not None:
-        owed.begin(command.key.number)
-    seed = seed_of(command.key.number, command.key.part, command.first)
-    result = np.empty(command.nbytes, np.uint8)
-    found: list[tuple[int, int]] = []
-    measured: list[float] = []
-    with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
-        for number, elements, piece in codec.blocks(command.numel):  # one after the other they stay in cache
-            mean = scratch(0, elements.stop - elements.start, np.float32)
-            if command.mean.is_robust:
-                done = _robust(command, shares, data, piece, mean, seed + number, in_range)
-                if done is not True:
-                    return done
-            else:
-                if (undecodable := _sum(given, codec, piece, mean, seed + number)) is not None:
-                    return undecodable
-                if in_range:
-                    mean = to_range(mean, np.float32)
-                divide(mean, divisor)
-            if command.measures is not None and len(shares) > 1:
-                _compare(command, command.measures, shares, data, elements, piece, mean, seed + number)
-            rest = None if owed is None else owed.carry(elements)
-            if not _encode(codec, mean, rest, result[piece], seed + number, guarded):
-                return None
-            if command.squares is not None:
-                measured += squares(_decoded(codec, result[piece], mean, seed + number))
-            if command.digests is not None:
-                found += _hash(command, command.digests, elements, piece, [*given, _Given(RESULT, None, result)])
-    if owed is not None:
-        owed.end(command.key.number)
-    if command.digests is not None:
-        command.digests.found.extend(found)
-    if command.squares is not None:
-        command.squares.extend(joined(measured))
-    return result
-
-
-def _compare(
-    command: Reduce,
-    measures: Measures,
-    shares: Sequence[tuple[int, float]],
-    data: Mapping[int, Array],
-    elements: slice,
-    piece: slice,
-    mean: Array,
-    seed: int,
-) -> None:
-    """Compare the contributions to a block as they were decoded, if that is wanted and due."""
-    of_mean = square(mean)
-    start, stop = command.first + elements.start, command.first + elements.stop
-    stands_out = is_due(measures, start, stop, of_mean)
-    if stands_out is None:
-        return
-    rows: list[Array | None] = []
-    for place, (member_id, _) in enumerate(shares):
-        row = None if member_id not in data else scratch(_FIRST_ROW + place, mean.size, np.float32)
-        if row is not None:
-            command.operation.codec.decode_block(data[member_id][piece], row, seed, _codecs.scratch)
-        rows.append(row)
-    compare(measures, shares, rows, mean, of_mean, not command.mean.is_robust, stands_out, start)
-
-
-def _decoded(codec: Codec, piece: Array, memory: Array, seed: int) -> Array:
-    """Decode one block of a result into ``memory``, as members do."""
-    codec.decode_block(piece, memory, seed, _codecs.scratch)
-    return memory
+_Done = Undecodable | Literal[True] | None
+"""Whether a block was computed. None: no, as something is not finite and must be."""
 
 
 class _Given(NamedTuple):
@@ -183,6 +105,157 @@ class _Given(NamedTuple):
     member_id: int
     weight: np.float32 | None
     data: Array
+
+
+class _Mean:
+    """Encoded mean of the contributions to a slice, weighted as any other, block by block.
+
+    Args:
+        command: the reduction.
+        shares: member id and weight of those that count. A member without data counts as zeros.
+        data: contributions by member id.
+        in_range: whether no sum may be larger than the largest contribution.
+    """
+
+    def __init__(
+        self, command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
+    ) -> None:
+        self._command, self._shares, self._data, self._in_range = command, shares, data, in_range
+        self._codec, self._is_robust = command.operation.codec, command.mean.is_robust
+        self._guarded = command.nonfinite is not OnNonFinite.PROPAGATE
+        weights = [weight for _, weight in shares]
+        equal, self._divisor, scaled = (False, 1.0, shares_of(weights)) if in_range else weigh(weights)
+        self._given = [
+            _Given(member_id, None if equal else np.float32(weight), data[member_id])
+            for (member_id, _), weight in zip(shares, scaled, strict=True)
+            if member_id in data
+        ]
+        self._owed = _owed(command)
+        self._seed = seed_of(command.key.number, command.key.part, command.first)
+        self._result = np.empty(command.nbytes, np.uint8)
+        self._kernel: Combine | None = None
+        if self._given and not (self._is_robust or in_range):
+            self._kernel = active().combine.get(self._codec.code)
+        if self._kernel is not None:
+            rows = [one.data for one in self._given]
+            self._rows = Given.of(rows, [one.weight for one in self._given if one.weight is not None], self._divisor)
+
+    def compute(self) -> Array | Undecodable | None:
+        """Compute the mean. Return None if it is not finite and must be."""
+        command, owed = self._command, self._owed
+        found: list[tuple[int, int]] = []
+        measured: list[float] = []
+        if owed is not None:
+            owed.begin(command.key.number)
+        with np.errstate(all="ignore"):  # values that are not finite are looked for, and reported with their owner
+            for number, elements, piece in self._codec.blocks(command.numel):  # one after the other they stay in cache
+                arrived = NONE if command.squares is None else scratch(1, elements.stop - elements.start, np.float32)
+                if not self._at_once(number, elements, piece, arrived):
+                    done = self._in_steps(number, elements, piece, arrived)
+                    if done is not True:
+                        return done
+                if command.squares is not None:
+                    measured += squares(arrived)
+                if command.digests is not None:
+                    rows = [*self._given, _Given(RESULT, None, self._result)]
+                    found += _hash(command, command.digests, elements, piece, rows)
+        if owed is not None:
+            owed.end(command.key.number)
+        if command.digests is not None:
+            command.digests.found.extend(found)
+        if command.squares is not None:
+            command.squares.extend(joined(measured))
+        return self._result
+
+    def _at_once(self, number: int, elements: slice, piece: slice, arrived: Array) -> bool:
+        """Compute one block by a kernel. False if there is none, or something is not finite."""
+        if self._kernel is None:
+            return False
+        size, out = elements.stop - elements.start, self._result[piece]
+        before, after = (NONE, NONE) if self._owed is None else self._owed.around(elements)
+        of_mean = self._kernel(self._rows, piece.start, size, before, after, out, arrived)
+        if of_mean < 0:
+            return False
+        if (stands_out := self._is_due(elements, of_mean)) is not None:
+            mean = scratch(0, size, np.float32)
+            self._plain(number, piece, mean)
+            self._compare(number, elements, piece, mean, of_mean, stands_out)
+        return True
+
+    def _in_steps(self, number: int, elements: slice, piece: slice, arrived: Array) -> _Done:
+        """Compute one block step by step."""
+        mean, out = scratch(0, elements.stop - elements.start, np.float32), self._result[piece]
+        done = self._robust(number, piece, mean) if self._is_robust else self._plain(number, piece, mean)
+        if done is not True:
+            return done
+        if self._command.measures is not None:
+            of_mean = square(mean)
+            if (stands_out := self._is_due(elements, of_mean)) is not None:
+                self._compare(number, elements, piece, mean, of_mean, stands_out)
+        rest = None if self._owed is None else self._owed.carry(elements)
+        if not _encode(self._codec, mean, rest, out, self._seed + number, self._guarded):
+            return None
+        if arrived.size:
+            self._codec.decode_block(out, arrived, self._seed + number, _codecs.scratch)
+        return True
+
+    def _plain(self, number: int, piece: slice, mean: Array) -> _Done:
+        """Write the weighted mean of one block to ``mean``."""
+        if not self._given:
+            mean.fill(0)
+        for place, (member_id, weight, data) in enumerate(self._given):
+            try:
+                if place:
+                    self._codec.add_block(data[piece], mean, weight, self._seed + number, _codecs.scratch)
+                    continue
+                self._codec.decode_block(data[piece], mean, self._seed + number, _codecs.scratch)
+            except ProtocolError as error:
+                return Undecodable(member_id, error)
+            if weight is not None:
+                np.multiply(mean, weight, out=mean)
+        if self._in_range:
+            mean[:] = to_range(mean, np.float32)
+        divide(mean, self._divisor)
+        return True
+
+    def _robust(self, number: int, piece: slice, mean: Array) -> _Done:
+        """Write the robust mean of one block, which is a unit, to ``mean``. Return None if something is not finite."""
+        rows = self._decoded(number, piece)
+        if isinstance(rows, Undecodable):
+            return rows
+        weights = [weight for _, weight in self._shares]
+        return robust_mean(self._command.mean, rows, weights, mean, UNIT, self._guarded, self._in_range) or None
+
+    def _is_due(self, elements: slice, of_mean: float) -> bool | None:
+        """Return whether a block that is to be compared stands out; None if it is not to be compared."""
+        measures, first = self._command.measures, self._command.first
+        if measures is None or len(self._shares) < 2:
+            return None
+        return is_due(measures, first + elements.start, first + elements.stop, of_mean)
+
+    def _compare(
+        self, number: int, elements: slice, piece: slice, mean: Array, of_mean: float, stands_out: bool
+    ) -> None:
+        """Compare the contributions to a block as they were decoded."""
+        measures, rows = self._command.measures, self._decoded(number, piece)
+        assert measures is not None, "it is due"
+        assert not isinstance(rows, Undecodable), "they were decoded for their mean"
+        start = self._command.first + elements.start
+        compare(measures, self._shares, rows, mean, of_mean, not self._is_robust, stands_out, start)
+
+    def _decoded(self, number: int, piece: slice) -> list[Array | None] | Undecodable:
+        """Decode all contributions to one block, in memory of this thread."""
+        rows: list[Array | None] = []
+        numel = min(BLOCK, self._command.numel - number * BLOCK)
+        for place, (member_id, _) in enumerate(self._shares):
+            row = None if member_id not in self._data else scratch(_FIRST_ROW + place, numel, np.float32)
+            if row is not None:
+                try:
+                    self._codec.decode_block(self._data[member_id][piece], row, self._seed + number, _codecs.scratch)
+                except ProtocolError as error:
+                    return Undecodable(member_id, error)
+            rows.append(row)
+        return rows
 
 
 def _hash(
@@ -235,6 +308,10 @@ class Owed:
         left[:] = self._slots[1 - self._next, elements] if self._is_owed else 0
         return left
 
+    def around(self, elements: slice) -> tuple[Array, Array]:
+        """Return the residual of some elements (`NONE` for zeros), and where to leave the new one."""
+        return self._slots[1 - self._next, elements] if self._is_owed else NONE, self._slots[self._next, elements]
+
     def end(self, number: int) -> None:
         """End round ``number``."""
         self._rounds[self._next] = number + 1
@@ -248,46 +325,6 @@ def _owed(command: Reduce) -> Owed | None:
         memory.content = Owed(np.zeros((2, command.numel), np.float32), np.zeros(2, np.uint64))
     owed: Owed = memory.content
     return owed
-
-
-def _sum(given: list[_Given], codec: Codec, piece: slice, total: Array, seed: int) -> Undecodable | None:
-    """Write the weighed sum of one block of every contribution, in rank order, to ``total``."""
-    if not given:
-        total.fill(0)
-    for number, (member_id, weight, data) in enumerate(given):
-        try:
-            if number:
-                codec.add_block(data[piece], total, weight, seed, _codecs.scratch)
-                continue
-            codec.decode_block(data[piece], total, seed, _codecs.scratch)
-        except ProtocolError as error:
-            return Undecodable(member_id, error)
-        if weight is not None:
-            np.multiply(total, weight, out=total)
-    return None
-
-
-def _robust(
-    command: Reduce,
-    shares: Sequence[tuple[int, float]],
-    data: Mapping[int, Array],
-    piece: slice,
-    mean: Array,
-    seed: int,
-    in_range: bool,
-) -> Undecodable | Literal[True] | None:
-    """Write the robust mean of one block, which is a unit, to ``mean``. Return None if something is not finite."""
-    rows: list[Array | None] = []
-    for place, (member_id, _) in enumerate(shares):
-        row = None if member_id not in data else scratch(_FIRST_ROW + place, mean.size, np.float32)
-        if row is not None:
-            try:
-                command.operation.codec.decode_block(data[member_id][piece], row, seed, _codecs.scratch)
-            except ProtocolError as error:
-                return Undecodable(member_id, error)
-        rows.append(row)
-    guarded, weights = command.nonfinite is not OnNonFinite.PROPAGATE, [weight for _, weight in shares]
-    return robust_mean(command.mean, rows, weights, mean, UNIT, guarded, in_range) or None
 
 
 def _encode(codec: Codec, mean: Array, residual: Array | None, out: Array, seed: int, guarded: bool) -> bool:

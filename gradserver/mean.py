@@ -88,6 +88,23 @@ def with_one_nan(values: Array) -> Array:
     return values
 
 
+def add_up(rows: Sequence[tuple[float, Array]], equal: bool, total: Array) -> None:
+    """Write the sum of ``rows`` to ``total``, in their order; each times its weight, unless weights are ``equal``."""
+    (weight, first), *others = rows
+    if equal and others:
+        np.add(first, others.pop(0)[1], out=total)
+        for _, row in others:
+            np.add(total, row, out=total)
+    elif equal:
+        total[:] = first
+    else:
+        np.multiply(first, total.dtype.type(weight), out=total)
+        product = scratch(1, first.size, first.dtype)
+        for weight, row in others:
+            np.multiply(row, total.dtype.type(weight), out=product)
+            np.add(total, product, out=total)
+
+
 def divide(total: Array, divisor: float) -> None:
     """Divide in place. For a power of two, a product has the same bits and is faster."""
     if math.frexp(divisor)[0] == 0.5:

@@ -33,6 +33,7 @@ from gradserver.mean import (
     FOLDS,
     Array,
     Outcome,
+    add_up,
     blame,
     divide,
     first_non_finite,
@@ -50,6 +51,7 @@ from gradserver.mean import (
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.digest import digest
 from gradserver.protocol.exchange import Op
+from gradserver.protocol.kernels import NONE, Given, active
 from gradserver.protocol.limits import KIB, MIB, SLICE_BYTES
 from gradserver.protocol.means import UNIT
 from gradserver.repeated import compare_repeated
@@ -224,6 +226,7 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
+        self._kernel = active().average.get(self._dtype.name) if self._op is _MEAN else None
         self._comparison = self._comparison_of(command, pairwise((*range(0, numel, self._step), numel)))
 
     def _comparison_of(self, command: Reduce, spans: Iterable[tuple[int, int]]) -> Comparison | None:
@@ -284,24 +287,28 @@ class _Job:
             return own if not self._guarded or is_finite(self._widen(own)) else None
         if self._rule.is_robust:
             return self._robust(rows, weights)
+        if (made := self._at_once(given, equal, divisor, block)) is not None:
+            return made
         values = given if self._is_plain else [(weight, self._widen(row)) for weight, row in given]
         first = values[0][1]
         total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
-        if equal:
-            if len(values) > 1:
-                np.add(first, values[1][1], out=total)
-            else:
-                total[:] = first
-            for _, row in values[2:]:
-                np.add(total, row, out=total)
-        else:
-            np.multiply(first, self._elements.type(values[0][0]), out=total)
-            product = scratch(1, first.size, first.dtype)
-            for weight, row in values[1:]:
-                np.multiply(row, self._elements.type(weight), out=product)
-                np.add(total, product, out=total)
+        add_up(values, equal, total)
         divide(total, divisor)
         return self._checked(total, block)
+
+    def _at_once(self, given: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int) -> Array | None:
+        """Compute the mean of a block by a kernel; None if there is none, or if something is not finite."""
+        if self._kernel is None:
+            return None
+        rows, size = [row for _, row in given], given[0][1].size
+        total = self._total if self._total is not None else scratch(0, size, self._stored)
+        arrived = NONE if self._is_plain or not self._squares else scratch(1, size, np.float32)
+        weighed = Given.of(rows, [] if equal else [weight for weight, _ in given], divisor)
+        if self._kernel(weighed, 0, size, NONE, NONE, total.view(np.uint8), arrived) < 0:
+            return None
+        if arrived.size:
+            self._squares[block] = squares(arrived)
+        return total
 
     def _robust(self, rows: Sequence[Array | None], weights: Sequence[float], within: bool = False) -> Array | None:
         """Compute a robust mean of a block that begins with a unit, as `_mean` does. ``within``: in range."""

@@ -16,6 +16,7 @@ from gradserver.engine.events import Branched, Disconnected, Event, Garbled, Rec
 from gradserver.mean import Outcome
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet
+from gradserver.protocol.compiled.loader import standing
 from gradserver.protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
 from gradserver.protocol.messages import Failure, Message, Scope, Split
 from gradserver.reducer import PENDING, Pending, Reducer, broken_by
@@ -171,7 +172,8 @@ class Runtime:
         with self._lock:
             now = time.monotonic()
             ledger = {} if self._journal is None else {"ledger": self._journal.snapshot()}
-            return {"uptime": round(now - self.started, 3), **ledger, **self._engine.snapshot(now)}
+            own = {"uptime": round(now - self.started, 3), "kernels": standing()._asdict()}
+            return {**own, **ledger, **self._engine.snapshot(now)}
 
     # ── carrying out ──────────────────────────────────────────────────────────────────────────────────
 

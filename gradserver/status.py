@@ -121,6 +121,8 @@ def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Render ``after`` as lines, with rates since ``before``."""
     lines = [f"coordinator at {after['url']}, up {_duration(after['uptime'])}"]
     seconds = max(after["uptime"] - before["uptime"], 1e-9)
+    if kernels := after.get("kernels"):
+        lines.append(f"kernels: {kernels['kernels']} ({kernels['reason']})")
     ledger = after.get("ledger", {})
     if ledger.get("trouble"):
         lines.append(f"ledger cannot be written: {ledger['file']}: {ledger['trouble']}")

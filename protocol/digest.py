@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.protocol.buffer import Buffer
+from gradserver.protocol.kernels import active
 from gradserver.protocol.plan import Plan
 
 MODULUS: Final = 1 << 64
@@ -53,6 +54,8 @@ def digest(data: Buffer | npt.NDArray[Any], at: int = 0) -> int:
     if lead + body < raw.size:
         total += _partial(raw[lead + body :], at + lead + body)
     words, factors = raw[lead : lead + body].view(_WORD), _factors()
+    if (kernel := active().digest) is not None:
+        return (total + kernel(words, factors, (at + lead) // 8)) % MODULUS
     row, column = divmod((at + lead) // 8, _ROW)
     if column:
         first = words[: _ROW - column]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 import tests.without_compiler.sitecustomize  # noqa: F401 (the first optimizer of each process would import it all)
+from gradserver.protocol.compiled import loader
 from tests.examples import examples
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_there() -> None:
+    """Load kernels, if numba is installed, before the first test. GRADSERVER_KERNELS=numpy has all tests on numpy."""
+    loader.settle(300)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.protocol.codecs import Codec, Feedback, Scratch, codec_from, codec_of, encode_with_feedback, seed_of
-from gradserver.protocol.codecs.base import BLOCK, Floats
+from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.codecs.dense import Int8
 from gradserver.protocol.codecs.sparse import Sparse, split_mix
 from gradserver.protocol.errors import (
@@ -22,6 +22,7 @@ from gradserver.protocol.errors import (
     MalformedMessageError,
     SizeMismatchError,
 )
+from gradserver.protocol.kernels import Floats
 
 DENSE = ["fp32", "bf16", "fp16", "int8"]
 SPARSE = ["topk", "topk:0.3", "randomk", "randomk:0.3"]

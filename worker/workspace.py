@@ -6,11 +6,15 @@ import threading
 from typing import Final
 
 from gradserver.protocol.codecs import Scratch
+from gradserver.protocol.compiled import loader
 from gradserver.worker.member.coder import Workspace
 
 
 class _Thread(threading.local):
+    """Scratch memory of a thread. The first one that encodes or decodes has kernels loaded."""
+
     def __init__(self) -> None:
+        loader.start()
         self.scratch = Scratch()
 
 

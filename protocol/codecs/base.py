@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import DTypeError, LayoutError, MalformedMessageError, SizeMismatchError
+from gradserver.protocol.kernels import Bytes, Floats, active
 
-Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
-Bytes = npt.NDArray[np.uint8]
 
 BLOCK: Final = 65_536
 """Elements that are encoded together: 256 KiB of float32, and an offset within it is a uint16. Part of the format."""
@@ -190,21 +189,26 @@ class Codec(ABC):
     def _block_nbytes(self, numel: int) -> int:
         """Return the bytes of a block of ``numel`` elements, at least one."""
 
-    @abstractmethod
     def encode_block(self, values: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> None:
         """Encode one block."""
+        if (kernel := active().encode.get(self.code)) is not None:
+            kernel(values, out)
+        else:
+            self._encode(values, out, seed, scratch)
 
-    @abstractmethod
     def decode_block(self, data: Bytes, out: Floats, seed: int, scratch: Scratch, /) -> None:
         """Decode one block. MalformedMessageError: it is none."""
+        if (kernel := active().decode.get(self.code)) is not None:
+            kernel(data, out)
+        else:
+            self._decode(data, out, seed, scratch)
 
     def add_block(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, scratch: Scratch, /) -> None:
         """Add the elements in ``data`` to ``total``, times ``weight`` if there is one. Errors as `decode_block`."""
-        decoded = scratch.decoded(total.size)
-        self.decode_block(data, decoded, seed, scratch)
-        if weight is not None:
-            np.multiply(decoded, weight, out=decoded)
-        np.add(total, decoded, out=total)
+        if (kernel := active().add.get(self.code)) is not None:
+            kernel(data, total, weight)
+        else:
+            self._add(data, total, weight, seed, scratch)
 
     def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
         """Encode one block of ``values + residual``, and leave in ``residual`` what that lost.
@@ -212,12 +216,36 @@ class Codec(ABC):
         Returns:
             False if a sum is not finite: then nothing was encoded, and ``residual`` is what it was.
         """
+        if (kernel := active().compensate.get(self.code)) is not None:
+            return kernel(values, residual, out)
+        return self._compensate(values, residual, out, seed, scratch)
+
+    # ── with numpy ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _encode(self, values: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> None:
+        """Encode as `encode_block`."""
+
+    @abstractmethod
+    def _decode(self, data: Bytes, out: Floats, seed: int, scratch: Scratch, /) -> None:
+        """Decode as `decode_block`."""
+
+    def _add(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, scratch: Scratch, /) -> None:
+        """Add as `add_block`."""
+        decoded = scratch.decoded(total.size)
+        self._decode(data, decoded, seed, scratch)
+        if weight is not None:
+            np.multiply(decoded, weight, out=decoded)
+        np.add(total, decoded, out=total)
+
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+        """Compensate as `compensate_block`."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         if not is_finite(compensated):
             return False
-        self.encode_block(compensated, out, seed, scratch)
-        self.decode_block(out, residual, seed, scratch)
+        self._encode(compensated, out, seed, scratch)
+        self._decode(out, residual, seed, scratch)
         np.subtract(compensated, residual, out=residual)
         return True
 

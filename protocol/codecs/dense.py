@@ -12,7 +12,8 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.protocol.codecs.base import BLOCK, INFINITY, MAGNITUDE, SIGN, Bytes, Codec, Floats, Scratch, Words
+from gradserver.protocol.codecs.base import BLOCK, INFINITY, MAGNITUDE, SIGN, Codec, Scratch, Words
+from gradserver.protocol.kernels import Bytes, Floats
 
 Halves = npt.NDArray[np.uint16]
 
@@ -27,11 +28,11 @@ class Fp32(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * numel
 
-    def encode_block(self, values: Floats, out: Bytes, _seed: int, _scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, _seed: int, _scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         out[:] = values.view(np.uint8)
 
-    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         out.view(np.uint8)[:] = data
 
@@ -54,7 +55,7 @@ class Bf16(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
         self._round(bits, codes, scratch.words(values.size)[0])
@@ -64,19 +65,19 @@ class Bf16(Codec):
             quiet = np.where(magnitude[huge] > INFINITY, self._QUIET, 0)
             codes[huge] = (bits[huge] >> 16) | quiet
 
-    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         bits = out.view(np.uint32)
         np.copyto(bits, data.view(np.uint16))
         np.left_shift(bits, 16, out=bits)
 
-    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`. What arrives is at hand without decoding."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         bits, rounded = compensated.view(np.uint32), scratch.words(values.size)[0]
         if self._some_overflow(bits):
-            return super().compensate_block(values, residual, out, seed, scratch)
+            return super()._compensate(values, residual, out, seed, scratch)
         self._round(bits, out.view(np.uint16), rounded)
         np.left_shift(rounded, 16, out=rounded)
         np.subtract(compensated, rounded.view(np.float32), out=residual)
@@ -116,7 +117,7 @@ class Fp16(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         bits, codes = values.view(np.uint32), out.view(np.uint16)
         if self._round(bits, codes, scratch) >= self._OVERFLOW:
@@ -125,13 +126,13 @@ class Fp16(Codec):
             unsigned = np.where(kind > INFINITY, 0x7E00, np.where(kind == INFINITY, 0x7C00, 0x7BFF))
             codes[huge] = (bits[huge] >> 31 << 15) | unsigned
 
-    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`. What arrives is at hand without decoding."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
         bits = compensated.view(np.uint32)
         if self._round(bits, out.view(np.uint16), scratch) >= self._OVERFLOW:
-            return super().compensate_block(values, residual, out, seed, scratch)
+            return super()._compensate(values, residual, out, seed, scratch)
         _, sign, decoded = scratch.words(values.size)
         np.bitwise_and(bits, SIGN, out=sign)
         np.bitwise_or(decoded, sign, out=decoded)
@@ -164,7 +165,7 @@ class Fp16(Codec):
         np.copyto(codes, magnitude, casting="unsafe")  # the low halves
         return largest
 
-    def decode_block(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, _seed: int, scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         bits = out.view(np.uint32)
         wide, work, _ = scratch.words(out.size)
@@ -210,17 +211,17 @@ class Int8(Codec):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * -(-numel // self.GROUP) + numel
 
-    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         self._quantise(values, out, scratch.words(values.size)[0])
 
-    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         begin = data.size - out.size
         np.copyto(out, data[begin:].view(np.int8))
         _by_group(np.multiply, out, data[:begin].view(np.float32), out)
 
-    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
         """Compensate without decoding, as `Codec.compensate_block`; peaks show what is not finite."""
         compensated, work = scratch.compensated(values.size), scratch.words(values.size)[0]
         np.add(values, residual, out=compensated)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradserver.protocol.codecs.base import Bytes, Codec, Floats, Scratch
+from gradserver.protocol.codecs.base import Codec, Scratch
 from gradserver.protocol.errors import SizeMismatchError
+from gradserver.protocol.kernels import Bytes, Floats
 
 
 def encode_with_feedback(

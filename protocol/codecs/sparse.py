@@ -15,10 +15,9 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.protocol.codecs.base import BLOCK, MAGNITUDE, Bytes, Codec, Floats, Scratch, Words, is_finite
+from gradserver.protocol.codecs.base import BLOCK, MAGNITUDE, Codec, Scratch, Words, is_finite
 from gradserver.protocol.errors import MalformedMessageError
-
-Indices = npt.NDArray[np.int64]
+from gradserver.protocol.kernels import Bytes, Floats, Offsets as Indices, active
 
 MILLION: Final = 1_000_000
 
@@ -60,24 +59,22 @@ class TopK(Sparse):
         kept = self.kept(numel)
         return 4 * kept + min(2 * kept, -(-numel // 8))
 
-    def encode_block(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         self._choose(values, out, scratch)
 
-    def decode_block(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, _seed: int, _scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         offsets = self._offsets(data, out.size)
         out.fill(0)
         out[offsets] = data[: 4 * offsets.size].view(np.float32)
 
-    def add_block(
-        self, data: Bytes, total: Floats, weight: np.float32 | None, _seed: int, _scratch: Scratch, /
-    ) -> None:
+    def _add(self, data: Bytes, total: Floats, weight: np.float32 | None, _seed: int, _scratch: Scratch, /) -> None:
         """Add as `Codec.add_block`: only what was kept is added."""
         offsets = self._offsets(data, total.size)
-        _add(total, offsets, data[: 4 * offsets.size].view(np.float32), weight)
+        _add_at(total, offsets, data[: 4 * offsets.size].view(np.float32), weight)
 
-    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
@@ -91,16 +88,11 @@ class TopK(Sparse):
     def _choose(self, values: Floats, out: Bytes, scratch: Scratch) -> Indices:
         """Encode one block. Return the offsets of what was kept."""
         numel, kept = values.size, self.kept(values.size)
-        magnitude = scratch.words(numel)[0]
-        np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
-        chosen = _candidates(magnitude, kept)
-        if chosen.size > kept:
-            large = magnitude[chosen]
-            threshold = np.partition(large, large.size - kept)[large.size - kept]
-            chosen = chosen[large >= threshold]
-        if chosen.size > kept:  # the processor decides which equals `partition` would take
-            equal = np.flatnonzero(magnitude[chosen] == threshold)
-            chosen = np.delete(chosen, equal[kept - chosen.size :])
+        if (kernel := active().largest) is not None:
+            chosen = np.empty(kept, np.int64)
+            kernel(values, chosen)
+        else:
+            chosen = _largest(values, kept, scratch)
 
         out[: 4 * kept].view(np.float32)[:] = values[chosen]
         places = out[4 * kept :]
@@ -146,23 +138,23 @@ class RandomK(Sparse):
     def _block_nbytes(self, numel: int) -> int:
         return 4 * self.kept(numel)
 
-    def encode_block(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
+    def _encode(self, values: Floats, out: Bytes, seed: int, _scratch: Scratch, /) -> None:
         """Encode as `Codec.encode_block`."""
         chosen = values[self._drawn(values.size, seed)]
         if not is_finite(values):
             chosen[0] = np.nan
         out.view(np.float32)[:] = chosen
 
-    def decode_block(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
+    def _decode(self, data: Bytes, out: Floats, seed: int, _scratch: Scratch, /) -> None:
         """Decode as `Codec.decode_block`."""
         out.fill(0)
         out[self._drawn(out.size, seed)] = data.view(np.float32)
 
-    def add_block(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, _scratch: Scratch, /) -> None:
+    def _add(self, data: Bytes, total: Floats, weight: np.float32 | None, seed: int, _scratch: Scratch, /) -> None:
         """Add as `Codec.add_block`: only what was kept is added."""
-        _add(total, self._drawn(total.size, seed), data.view(np.float32), weight)
+        _add_at(total, self._drawn(total.size, seed), data.view(np.float32), weight)
 
-    def compensate_block(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
+    def _compensate(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
         np.add(values, residual, out=compensated)
@@ -193,6 +185,21 @@ def _draw(numel: int, kept: int, seed: int) -> Indices:
     return offsets
 
 
+def _largest(values: Floats, kept: int, scratch: Scratch) -> Indices:
+    """Return ascending offsets of the ``kept`` elements of largest magnitude; of equal ones the first."""
+    magnitude = scratch.words(values.size)[0]
+    np.bitwise_and(values.view(np.uint32), MAGNITUDE, out=magnitude)
+    chosen = _candidates(magnitude, kept)
+    if chosen.size > kept:
+        large = magnitude[chosen]
+        threshold = np.partition(large, large.size - kept)[large.size - kept]
+        chosen = chosen[large >= threshold]
+    if chosen.size > kept:  # the processor decides which equals `partition` would take
+        equal = np.flatnonzero(magnitude[chosen] == threshold)
+        chosen = np.delete(chosen, equal[kept - chosen.size :])
+    return chosen
+
+
 def _candidates(magnitude: Words, kept: int) -> Indices:
     """Return ascending offsets of all that can be among the ``kept`` largest: these, and mostly few more.
 
@@ -213,8 +220,11 @@ def _candidates(magnitude: Words, kept: int) -> Indices:
     return found
 
 
-def _add(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | None) -> None:
+def _add_at(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | None) -> None:
     """Add ``values``, times ``weight`` if there is one, at ``offsets``, which are all different."""
+    if (kernel := active().add_at) is not None:
+        kernel(total, offsets, values, 1.0 if weight is None else weight)
+        return
     total[offsets] += values if weight is None else values * weight
 
 

@@ -1,4 +1,4 @@
-"""The suite `codecs`: the size of each codec on the wire, its error, and its time in one thread."""
+"""The suite `codecs`: the size of each codec on the wire, its error, and its time in one thread: numpy, and kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from gradserver.daemon import keep_memory
 from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from gradserver.lossy import Owed
+from gradserver.protocol import kernels
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, Feedback, Scratch, codec_of, seed_of
+from gradserver.protocol.compiled import loader
+from gradserver.protocol.compiled.loader import COMPILED, NUMPY
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, layout_of, operation_of
 from gradserver.reducer import reduce
@@ -27,6 +30,7 @@ from gradserver.tools.common.processes import RunError
 
 Floats = npt.NDArray[np.float32]
 
+_COMPILING_SECONDS = 120.0
 _NUMEL = 300_000
 """Number of elements for the errors: two slices, of which the second is no whole number of blocks."""
 _TOLERANCE = 2e-5
@@ -36,6 +40,8 @@ _TOLERANCE = 2e-5
 def codecs(arguments: argparse.Namespace, session: Session) -> None:
     """Measure every codec alone: no processes, no network."""
     keep_memory()  # as the coordinator does
+    if loader.settle(_COMPILING_SECONDS).failed:
+        raise RunError(f"{loader.standing().reason}: {loader.REMEDY}")
     workers, rounds = arguments.workers, arguments.rounds
     names = [codec_of(name).name for name in arguments.wire]
     title = f"means of {workers} contributions; one thread; error after one round, and after {rounds} with feedback"
@@ -45,8 +51,9 @@ def codecs(arguments: argparse.Namespace, session: Session) -> None:
     for nbytes in arguments.sizes:
         session.live(f"{size_name(nbytes)}: encoding, decoding, adding up")
         copying, times = measure(names, nbytes // FLOAT_BYTES, workers, arguments.repetitions)
-        for name in names:
-            session.add(_row(name, workers, nbytes, times[name], copying, losses[name]))
+        for (name, how), taken in times.items():
+            beside = None if how == NUMPY else times[name, NUMPY]
+            session.add(_row(name, how, workers, nbytes, taken, beside, copying, losses[name]))
 
 
 class Exchange:
@@ -207,21 +214,37 @@ class Times:
             samples.clear()
 
 
-def measure(names: Sequence[str], numel: int, workers: int, repetitions: int) -> tuple[Stats, dict[str, Times]]:
-    """Measure a copy and each codec in turns, after one turn that does not count."""
+def measure(
+    names: Sequence[str], numel: int, workers: int, repetitions: int
+) -> tuple[Stats, dict[tuple[str, str], Times]]:
+    """Measure a copy and each codec, with numpy and with the kernels there are, in turns after one that does not count.
+
+    Returns:
+        The times of the copy, and those of each codec by its name and what has done the work.
+    """
+    tables = {NUMPY: kernels.NUMPY}
+    if (own := kernels.active()) is not kernels.NUMPY:
+        tables[COMPILED] = own
     chance = np.random.default_rng(0)
     gradients = [chance.standard_normal(numel, np.float32) for _ in range(workers)]
     out, copying = np.empty(numel, np.float32), list[float]()
-    times = {name: Times() for name in names}
-    turns = [_turn(name, gradients, out, times[name]) for name in names]
-    for turn in turns:
-        turn()
-    for one in times.values():
-        one.forget()
-    for _ in range(repetitions):
-        copying.append(_timed(lambda: np.copyto(out, gradients[0])))
-        for turn in turns:
+    times = {(name, how): Times() for name in names for how in tables}
+    turns = [(tables[how], _turn(name, gradients, out, taken)) for (name, how), taken in times.items()]
+
+    def take_turns() -> None:
+        for table, turn in turns:
+            kernels.use(table)
             turn()
+
+    try:
+        take_turns()
+        for one in times.values():
+            one.forget()
+        for _ in range(repetitions):
+            copying.append(_timed(lambda: np.copyto(out, gradients[0])))
+            take_turns()
+    finally:
+        kernels.use(own)
     return Stats.of(copying), times
 
 
@@ -247,7 +270,17 @@ def _timed(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def _row(name: str, workers: int, nbytes: int, times: Times, copying: Stats, loss: Loss) -> Row:
+def _row(
+    name: str,
+    how: str,
+    workers: int,
+    nbytes: int,
+    times: Times,
+    beside: Times | None,
+    copying: Stats,
+    loss: Loss,
+) -> Row:
+    """Make a row of what was measured; ``beside`` are the times of numpy, if kernels have done the work."""
     encode, decode, combine = (Stats.of(one) for one in (times.encode, times.decode, times.combine))
     numel = nbytes // FLOAT_BYTES
     more = {
@@ -258,6 +291,7 @@ def _row(name: str, workers: int, nbytes: int, times: Times, copying: Stats, los
         "decode_s": decode.median,
         "combine_s": combine.median,
     }
-    return Row(
-        "codec", "encode", name, workers, nbytes, encode, loss.wrong, limit="memcpy", limit_time=copying, more=more
-    )
+    if beside is not None:
+        more["encode_ratio"] = Stats.of(beside.encode).median / encode.median
+        more["combine_ratio"] = Stats.of(beside.combine).median / combine.median
+    return Row("codec", how, name, workers, nbytes, encode, loss.wrong, limit="memcpy", limit_time=copying, more=more)

@@ -75,7 +75,9 @@ def _draw_codecs(axes: Axes, rows: Sequence[Row]) -> None:
         axes.bar(places, bandwidths, width=0.25, color=_COLOURS[number], label=what)
     copies = [row.nbytes / (row.limit_seconds or math.inf) / 1e9 for row in rows]
     axes.plot(range(len(rows)), copies, color=GREY, linestyle=(0, (4, 3)), linewidth=1.2, label="memcpy")
-    axes.set_xticks(range(len(rows)), [f"{row.wire}\n{size_name(row.nbytes)}" for row in rows], fontsize=8)
+    axes.set_xticks(
+        range(len(rows)), [f"{row.wire}\n{row.variant}\n{size_name(row.nbytes)}" for row in rows], fontsize=8
+    )
     axes.set_ylabel("GB/s of fp32")
     axes.legend(frameon=False, fontsize=8)
 

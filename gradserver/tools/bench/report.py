@@ -147,6 +147,7 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "loss": Column("loss", "nats", 7, lambda row: maybe(row.more.get("loss"), lambda loss: f"{loss:.4f}")),
         "alone": Column("exchange", unit, 8, lambda row: maybe(row.more.get("exchange_s"), shown)),
         "codec": Column("codec", "", 12, lambda row: row.wire, left=True),
+        "kernels": Column("with", "", 8, lambda row: row.variant, left=True),
         "per element": Column("on wire", "B/elem", 7, lambda row: figures(row.more["bytes_per_element"])),
         "error": Column("error", "", 8, lambda row: _error(row.more["error"])),
         "errors": Column("of sum", "", 8, lambda row: _error(row.more["error_of_rounds"])),
@@ -176,7 +177,19 @@ LAYOUTS = {
     "codecs": (
         "ms",
         milliseconds,
-        ("size", "codec", "per element", "error", "errors", "encode", "decode", "combine", "copying", "wrong"),
+        (
+            "size",
+            "codec",
+            "kernels",
+            "per element",
+            "error",
+            "errors",
+            "encode",
+            "decode",
+            "combine",
+            "copying",
+            "wrong",
+        ),
     ),
     "means": ("ms", milliseconds, ("size", "weights", "mean", "time", "spread", "algbw", "plain", "wrong")),
     "overlap": (
@@ -204,6 +217,7 @@ NOTES = {
     "codecs": (
         "error: norm of a mean's error / norm of the mean; of sum: the same for the sum over all rounds",
         "encode: with feedback, at a worker; combine: decode all, add up, encode with feedback, at the coordinator",
+        "with: numpy, or compiled kernels if gradserver[fast] is installed; both in turns",
         "GB/s: size / median time of one core; size: fp32 bytes of one contribution; memcpy: the same bytes copied",
         "#wrong: elements that are missing in the payloads and in the residuals",
     ),
@@ -275,6 +289,12 @@ def conclusion(rows: Sequence[Row]) -> str:
         shares = [row.share for row in bound if row.limit == limit and row.share is not None]
         sizes = f", {LARGE_BYTES // 10**6} MB and more" if limit in BANDWIDTHS else ""
         said.append(f"it reached {_span(f'{min(shares):.0%}', f'{max(shares):.0%}')} of the limit ({limit}{sizes})")
+    if fast := [row.more for row in rows if "combine_ratio" in row.more and row.wire != "fp32"]:
+        combine, encode = (sorted(one[f"{what}_ratio"] for one in fast) for what in ("combine", "encode"))
+        said.append(
+            f"with kernels, lossy codecs combine {_span(f'{combine[0]:.1f}', f'{combine[-1]:.1f}')} times as fast as "
+            f"with numpy, and encode {_span(f'{encode[0]:.1f}', f'{encode[-1]:.1f}')} times"
+        )
     lossy = any(row.wire != "fp32" for row in rows)
     if apart := [row.more["distance"] for row in ours if row.wire == "fp32" and "distance" in row.more]:
         said.append(f"weights differ from those of torch DDP by at most {max(apart):.1g}")

@@ -15,6 +15,7 @@ from typing import Final
 import zmq
 
 import gradserver
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.limits import GIB, MIB, PROTOCOL_VERSION
 from gradserver.tools.common.processes import available_cores
 from gradserver.tools.doctor.report import Report, Section
@@ -24,12 +25,14 @@ _FEW_DESCRIPTORS: Final = 4096
 _SMALL_SHM: Final = 1 * GIB
 """Size of /dev/shm below which NCCL and DataLoader workers run out of it. Containers have 64 MiB by default."""
 _PACKAGES: Final = ("numpy", "msgpack", "ml_dtypes")
+_COMPILING_SECONDS: Final = 60.0
 _INFINIBAND: Final = Path("/dev/infiniband")
 
 
 def examine(report: Report) -> None:
     """Add what this machine is, and what it can do for processes on it."""
     _versions(report.section("machine", "this machine"))
+    _kernels(report)
     _memory(report)
     _limits(report)
 
@@ -44,6 +47,14 @@ def _versions(section: Section) -> None:
     section.add("zmq", zmq.zmq_version(), f"libzmq {zmq.zmq_version()}, pyzmq {zmq.__version__}")
     for name in _PACKAGES:
         section.add(name, metadata.version(name))
+
+
+def _kernels(report: Report) -> None:
+    """Add what encodes, decodes and averages. Kernels are compiled first, if they never were: then it takes seconds."""
+    found = loader.settle(_COMPILING_SECONDS)
+    report.sections["machine"].add("kernels", found._asdict(), str(found))
+    if found.failed:
+        report.find(f"encoding, decoding and averaging take several times as long: {found.reason}", loader.REMEDY)
 
 
 def _memory(report: Report) -> None:

@@ -1,0 +1,231 @@
+"""Loader of kernels: it has them compiled in the background, and then puts them in numpy's place.
+
+Compiling takes some seconds of a processor, mostly with the interpreter's lock. So another process does that, and
+leaves the machine code in a directory, from which any process loads it in half a second. Both happen in a thread. Until
+then numpy does the work; the bits are the same, so this may change in the middle of a round.
+
+The environment variable ``GRADSERVER_KERNELS`` chooses: ``auto`` (the default) uses kernels if numba is installed,
+``numpy`` never, and ``compiled`` waits for them, and fails without them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gradserver.protocol import kernels
+from gradserver.protocol.errors import BackendUnavailableError, InvalidArgumentError
+from gradserver.protocol.version import __version__
+
+VARIABLE: Final = "GRADSERVER_KERNELS"
+AUTO, NUMPY, COMPILED = "auto", "numpy", "compiled"
+INSTALL: Final = "pip install 'gradserver[fast]'"
+REMEDY: Final = f"install a version of numba that fits ({INSTALL}), or set {VARIABLE}={NUMPY} to do without"
+
+log = logging.getLogger("gradserver")
+
+_FILL: Final = "from gradserver.protocol.compiled.loader import fill; fill()"
+_READY: Final = "ready"
+"""File in a directory that has all kernels."""
+_COMPILING_SECONDS: Final = 300.0
+_ENDING_SECONDS: Final = 5.0
+"""Time that the end of a process waits for a thread that is loading machine code."""
+
+
+class Standing(NamedTuple):
+    """What does the work now: ``numpy`` or ``compiled``, and why.
+
+    Attributes:
+        failed: whether kernels were wanted, and cannot be had with what is installed.
+    """
+
+    kernels: str
+    reason: str
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kernels} ({self.reason})"
+
+
+class _Loader:
+    """The loading of kernels, once in a process."""
+
+    def __init__(self) -> None:
+        self.standing = Standing(NUMPY, "kernels are not loaded yet")
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_loading = False
+
+    def start(self) -> None:
+        choice = os.environ.get(VARIABLE, AUTO)
+        if choice not in (AUTO, NUMPY, COMPILED):
+            raise InvalidArgumentError(f"{VARIABLE} must be {AUTO}, {NUMPY} or {COMPILED}, not {choice!r}")
+        with self._lock:
+            if self._thread is None and choice != NUMPY:
+                self.standing = Standing(NUMPY, "kernels are being compiled")
+                self._thread = threading.Thread(target=self._run, name="gradserver-kernels", daemon=True)
+                self._thread.start()
+                atexit.register(self._end)
+        if choice == NUMPY:
+            self.standing = Standing(NUMPY, f"{VARIABLE}={NUMPY}")
+        elif choice == COMPILED:
+            assert self._thread is not None
+            self._thread.join()
+            if self.standing.kernels != COMPILED:
+                raise BackendUnavailableError(f"{VARIABLE}={COMPILED}, but {self.standing.reason}")
+
+    def settle(self, seconds: float) -> Standing:
+        self.start()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self.standing
+
+    def _run(self) -> None:
+        if importlib.util.find_spec("numba") is None:
+            self.standing = Standing(NUMPY, f"numba is not installed: {INSTALL}")
+            return
+        try:
+            began = time.monotonic()
+            with _directory() as directory:
+                _compile(directory)
+                self._is_loading = True
+                self._load(directory)
+            seconds = time.monotonic() - began
+            self.standing = Standing(COMPILED, f"by numba, ready after {seconds:.1f} s")
+        except Exception as error:
+            self.standing = Standing(NUMPY, f"kernels cannot be compiled: {error}", True)
+            log.warning(
+                "%s. numpy does their work, which takes several times as long: %s", self.standing.reason, REMEDY
+            )
+        finally:
+            self._is_loading = False
+
+    def _load(self, directory: Path) -> None:
+        from numba import config
+
+        before, config.CACHE_DIR = config.CACHE_DIR, str(directory)
+        try:
+            table = importlib.import_module("gradserver.protocol.compiled.table").TABLE
+        finally:
+            config.CACHE_DIR = before
+        from gradserver.protocol.compiled.verification import differences
+
+        if found := differences(table):
+            raise BackendUnavailableError(f"they give other bits than numpy on this machine ({', '.join(found)})")
+        kernels.use(table)
+
+    def _end(self) -> None:
+        """Let the thread finish with libraries that must not end under it. It may wait for another process as well."""
+        if self._is_loading and self._thread is not None:
+            self._thread.join(_ENDING_SECONDS)
+
+
+_loader = _Loader()
+
+
+def start() -> None:
+    """Begin to load kernels, unless this has begun before. They are used as soon as they are there.
+
+    Raises:
+        InvalidArgumentError: ``GRADSERVER_KERNELS`` has none of its values.
+        BackendUnavailableError: it is ``compiled``, and they cannot be had. Then this waits for them.
+    """
+    _loader.start()
+
+
+def settle(seconds: float) -> Standing:
+    """Begin to load kernels, wait until they are there or cannot be had, and return what does the work then."""
+    return _loader.settle(seconds)
+
+
+def standing() -> Standing:
+    """Return what does the work now."""
+    return _loader.standing
+
+
+def fill() -> None:
+    """Compile all kernels into the directory that ``NUMBA_CACHE_DIR`` names: what the other process does."""
+    os.nice(10)  # members compute meanwhile
+    importlib.import_module("gradserver.protocol.compiled.table")
+
+
+def _compile(directory: Path) -> None:
+    """Have kernels compiled into ``directory``, unless they are there. One process at a time does it, others wait."""
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (directory / _READY).exists():
+            return
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _FILL],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(directory)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=_COMPILING_SECONDS,
+            pass_fds=[lock.fileno()],  # if this process ends, the other one goes on, and has the lock until it is done
+            start_new_session=True,
+            check=False,
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise BackendUnavailableError(f"the compiling process ended with status {done.returncode}: {last[:200]}")
+        (directory / _READY).touch()
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """Find the directory of machine code, for this version, compiler and processor; or make one that is soon deleted.
+
+    What is loaded from it is run. So it belongs to this user, and to no other.
+    """
+    chosen = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    path = Path(chosen).absolute() / "gradserver" / f"kernels-{_key()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = path.stat().st_uid == os.geteuid() and os.access(path, os.W_OK)
+    except OSError:
+        usable = False
+    if usable:
+        yield path
+        return
+    path = Path(tempfile.mkdtemp(prefix="gradserver-kernels-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _key() -> str:
+    """Name what machine code depends on."""
+    import llvmlite.binding as llvm
+    import numba
+
+    folder = Path(__file__).parent
+    parts = [
+        *(
+            __version__,
+            numba.__version__,
+            sys.version,
+            llvm.get_host_cpu_name(),
+            llvm.get_host_cpu_features().flatten(),
+        ),
+        *(str(folder), *(file.read_text() for file in sorted(folder.glob("*.py")))),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

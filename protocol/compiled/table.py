@@ -1,0 +1,47 @@
+"""The table of compiled kernels. Importing this imports numba, and loads or compiles all of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from gradserver.protocol.compiled import loops, sparse
+from gradserver.protocol.compiled.loops import BF16, BFLOAT16, FLOAT16, FP16, FP32, INT8
+from gradserver.protocol.kernels import Bytes, Floats, Given, Kernels
+
+_CODECS: Final = (BF16, FP16, INT8)
+_ELEMENTS: Final = {"float32": FP32, "complex64": FP32, "bfloat16": BFLOAT16, "float16": FLOAT16, "complex32": FLOAT16}
+"""Kinds by element type. Complex numbers are pairs."""
+
+
+def _decode(kind: int, data: Bytes, out: Floats) -> None:
+    loops.decode(kind, data, out, False, 1.0)
+
+
+def _add(kind: int, data: Bytes, total: Floats, weight: np.float32 | None) -> None:
+    loops.decode(kind, data, total, True, 1.0 if weight is None else weight)
+
+
+def _combine(
+    kind: int, given: Given, offset: int, size: int, before: Floats, after: Floats, out: Bytes, arrived: Floats
+) -> float:
+    multiplies = math.frexp(given.divisor)[0] == 0.5
+    divisor = 1 / given.divisor if multiplies else given.divisor
+    rows = given.addresses, offset, given.weights, divisor, multiplies
+    return float(loops.combine(kind, size, *rows, before, after, out, arrived))
+
+
+TABLE: Final = Kernels(
+    encode={kind: partial(loops.encode, kind) for kind in _CODECS},
+    decode={kind: partial(_decode, kind) for kind in _CODECS},
+    add={kind: partial(_add, kind) for kind in _CODECS},
+    compensate={kind: partial(loops.compensate, kind) for kind in _CODECS},
+    combine={kind: partial(_combine, kind) for kind in _CODECS},
+    average={name: partial(_combine, kind) for name, kind in _ELEMENTS.items()},
+    digest=loops.digest,
+    largest=sparse.largest,
+    add_at=sparse.add_at,
+)

@@ -1,0 +1,102 @@
+"""Kernels: loops over the elements of a block in one pass, where numpy makes one pass for every step.
+
+A kernel gives the same bits as numpy, so it makes no difference which of two members has it, or from which slice of a
+round on. Here is the table of those there are. It is empty until `gradserver.protocol.compiled` has compiled them: then
+another table takes its place at once. What it lacks, numpy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+NONE: Final = np.empty(0, np.float32)
+"""In the place of an array that there is not."""
+
+
+class Given(NamedTuple):
+    """Contributions to a mean, in rank order.
+
+    Attributes:
+        rows: their memory, which must outlive the addresses.
+        addresses: where each begins.
+        weights: factor of each; none if all are equal.
+        divisor: of the sum.
+    """
+
+    rows: Sequence[npt.NDArray[Any]]
+    addresses: Words
+    weights: Floats
+    divisor: float
+
+    @classmethod
+    def of(cls, rows: Sequence[npt.NDArray[Any]], weights: Sequence[float | np.float32], divisor: float) -> Given:
+        """Collect contributions. There are no ``weights`` if all are equal."""
+        addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+        return cls(rows, addresses, np.array(weights, np.float32), divisor)
+
+
+Encode = Callable[[Floats, Bytes], None]
+Decode = Callable[[Bytes, Floats], None]
+Add = Callable[[Bytes, Floats, np.float32 | None], None]
+Compensate = Callable[[Floats, Floats, Bytes], bool]
+Largest = Callable[[Floats, Offsets], None]
+AddAt = Callable[[Floats, Offsets, Floats, float], None]
+Digest = Callable[[Words, Words, int], int]
+Combine = Callable[[Given, int, int, Floats, Floats, Bytes, Floats], float]
+
+
+class Kernels(NamedTuple):
+    """Table of kernels: by the code of a codec, or by the name of an element type.
+
+    Attributes:
+        encode: as `gradserver.protocol.codecs.Codec.encode_block`.
+        decode: as ``decode_block``.
+        add: as ``add_block``.
+        compensate: as ``compensate_block``.
+        combine: compute the encoded mean of a block, of which are given its first byte in each contribution and its
+            number of elements. It takes the residual of the round before, or `NONE` for zeros, and leaves a new one
+            in other memory, or `NONE` for none. The last array gets the result as it is decoded, unless it is `NONE`.
+            It returns about the sum of squares of the mean as it was before its encoding. Less than 0 says that a
+            number on the way is not finite: what was written is void then.
+        average: the same for a mean in the type of its elements, which has no residuals.
+        digest: add up words times factors, of which there are so many, times the odd number of a row of them. The last
+            argument is the place of the first word. See `gradserver.protocol.digest`.
+        largest: write the offsets of the elements of largest magnitude, as many as there is room for, in their order.
+        add_at: add numbers, times a weight if there is one, at offsets of a total.
+    """
+
+    encode: Mapping[int, Encode] = {}
+    decode: Mapping[int, Decode] = {}
+    add: Mapping[int, Add] = {}
+    compensate: Mapping[int, Compensate] = {}
+    combine: Mapping[int, Combine] = {}
+    average: Mapping[str, Combine] = {}
+    digest: Digest | None = None
+    largest: Largest | None = None
+    add_at: AddAt | None = None
+
+
+NUMPY: Final = Kernels()
+"""Table of no kernels."""
+
+_active: Kernels = NUMPY
+
+
+def active() -> Kernels:
+    """Return the table that is used now."""
+    return _active
+
+
+def use(kernels: Kernels) -> None:
+    """Replace the table, for all threads, from their next block on."""
+    global _active
+    _active = kernels

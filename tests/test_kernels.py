@@ -1,0 +1,364 @@
+"""Compiled kernels: they give the same bits as numpy, whatever they are given, and are there or not without a trace."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, strategies as st
+
+from gradserver.engine.commands import Contribution, Memory, Reduce
+from gradserver.engine.policy import OnNonFinite
+from gradserver.protocol import kernels
+from gradserver.protocol.codecs import Codec, Scratch, codec_of, encode_with_feedback, seed_of
+from gradserver.protocol.codecs.base import BLOCK
+from gradserver.protocol.compiled import loader
+from gradserver.protocol.compiled.verification import differences
+from gradserver.protocol.digest import digest
+from gradserver.protocol.dtypes import FLOAT32, dtype_of
+from gradserver.protocol.errors import BackendUnavailableError, InvalidArgumentError
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
+from gradserver.protocol.kernels import NUMPY, Floats, Kernels
+from gradserver.reducer import reduce
+from gradserver.status import show
+from tests.cluster import Daemon, wait_until
+
+pytest.importorskip("numba", reason="kernels are an extra: gradserver[fast]")
+
+LOSSY = ["bf16", "fp16", "int8", "topk:0.3", "randomk:0.3"]
+ELEMENTS = ["float32", "float16", "bfloat16", "complex64", "complex32", "float64"]
+
+
+@pytest.fixture(scope="module")
+def table() -> Kernels:
+    if os.environ.get(loader.VARIABLE) == loader.NUMPY:
+        pytest.skip("these tests need kernels, and are asked for none")
+    assert loader.settle(300).kernels == loader.COMPILED
+    from gradserver.protocol.compiled.table import TABLE
+
+    return TABLE
+
+
+@contextmanager
+def using(one: Kernels) -> Iterator[None]:
+    before = kernels.active()
+    kernels.use(one)
+    try:
+        yield
+    finally:
+        kernels.use(before)
+
+
+# Numbers of every size, where conversions change what they do: subnormal ones and near them, usual ones, those that
+# have no half, those whose sum has no float32, and any bits, of which one in 256 is NaN or Inf.
+sizes = st.sampled_from(
+    ["zero", "subnormal", "small", "usual", "ties", "large", "largest", "any", "one NaN", "one Inf"]
+)
+lengths = st.integers(1, 700) | st.sampled_from([1023, 1024, 1025, 2047, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 300])
+weights = st.sampled_from([1.0, 1.0, 2.0, 0.5, 3.0, 7.0, 1e-30, 1e30, 0.1])
+
+
+def numbers(size: str, numel: int, seed: int) -> Floats:
+    chance = np.random.default_rng(seed)
+    usual = chance.standard_normal(numel, np.float32)
+    if size == "any":
+        return chance.integers(0, 1 << 32, numel, np.uint32).view(np.float32)
+    if size == "ties":
+        return chance.integers(-254, 255, numel).astype(np.float32) / np.float32(2)
+    if size.startswith("one "):
+        usual[chance.integers(numel)] = np.float32(size[4:])
+    if size == "largest":
+        return np.sign(usual) * np.finfo(np.float32).max
+    scale = {"zero": -0.0, "subnormal": 1e-41, "small": 1e-6, "large": 1e5}.get(size, 1.0)
+    return usual * np.float32(scale)
+
+
+def rows_of(data: st.DataObject, count: int, numel: int) -> list[Floats]:
+    return [
+        numbers(data.draw(sizes, label="size"), numel, data.draw(st.integers(0, 1 << 20), label="seed"))
+        for _ in range(count)
+    ]
+
+
+def same(left: Any, right: Any) -> bool:
+    return bytes(left) == bytes(right)
+
+
+@given(st.sampled_from(LOSSY), lengths, st.data())
+def test_a_worker_encodes_and_decodes_the_same_bits(table: Kernels, name: str, numel: int, data: st.DataObject) -> None:
+    codec, scratch, seed = codec_of(name), Scratch(), seed_of(3, 1, 0)
+    values, residual = rows_of(data, 2, numel)
+    found = []
+    for one in (NUMPY, table):
+        left, arrived = residual.copy(), np.empty(numel, np.float32)
+        with using(one):
+            payload = encode_with_feedback(codec, values, left, seed=seed, scratch=scratch)
+            plain = codec.encode(values, seed=seed, scratch=scratch)
+            codec.decode(plain, numel, arrived, seed, scratch)
+        found.append([bytes(payload), bytes(plain), left.tobytes(), arrived.tobytes()])
+    assert found[0] == found[1]
+
+
+@given(st.sampled_from(["bf16", "fp16", "int8"]), lengths, st.data())
+def test_any_payload_is_decoded_and_added_up_to_the_same_bits(
+    table: Kernels, name: str, numel: int, data: st.DataObject
+) -> None:
+    codec, seed = codec_of(name), data.draw(st.integers(0, 1 << 20), label="seed")
+    numel = min(numel, BLOCK)
+    payload = np.random.default_rng(seed).integers(0, 256, codec.nbytes(numel), np.uint8)
+    weight = data.draw(st.none() | weights.map(np.float32), label="weight")
+    found = []
+    for one in (NUMPY, table):
+        total, arrived = np.ones(numel, np.float32), np.empty(numel, np.float32)
+        with using(one), np.errstate(all="ignore"):
+            codec.decode_block(payload, arrived, 0, Scratch())
+            codec.add_block(payload, total, weight, 0, Scratch())
+        found.append([arrived.tobytes(), total.tobytes()])
+    assert found[0] == found[1]
+
+
+def command(
+    payloads: Sequence[bytes | None],
+    weighed: Sequence[float],
+    codec: Codec | None,
+    dtype: str,
+    numel: int,
+    memory: Memory | None,
+    policy: OnNonFinite,
+    round_number: int,
+) -> Reduce:
+    element = FLOAT32 if codec else dtype_of(dtype)
+    operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, element, numel, **({"codec": codec} if codec else {}))
+    nbytes = codec.nbytes(numel) if codec else numel * element.itemsize
+    rows = [Contribution(place, weight, one) for place, (weight, one) in enumerate(zip(weighed, payloads, strict=True))]
+    key = ExchangeKey(Stream.BUCKET, round_number, 0)
+    spans = () if policy in (OnNonFinite.HALT, OnNonFinite.PROPAGATE) else ((0, numel),)
+    return Reduce(
+        *("test", 1, key, 0, operation, 0, nbytes, numel, memory, rows, ()),
+        keep=True,
+        nonfinite=policy,
+        spans=spans,
+        squares=[],
+    )
+
+
+def told(made: Reduce, outcome: Any) -> list[Any]:
+    """Everything that a reduction leaves behind."""
+    owed = made.memory.content if made.memory else None
+    return [
+        bytes(outcome) if isinstance(outcome, memoryview) else repr(outcome),
+        repr(made.squares),
+        owed.latest.tobytes() if owed else None,
+    ]
+
+
+policies = st.sampled_from(list(OnNonFinite))
+
+
+def elements(row: Floats, dtype: str) -> npt.NDArray[Any]:
+    """Convert numbers to an element type, or to the parts of one."""
+    if dtype == "bfloat16":
+        return row.view(np.uint16)[1::2]
+    with np.errstate(all="ignore"):
+        return row.astype(
+            {"float16": np.float16, "complex32": np.float16, "float64": np.float64}.get(dtype, np.float32)
+        )
+
+
+@given(st.sampled_from(LOSSY), st.integers(1, 5), lengths, policies, st.booleans(), st.data())
+def test_lossy_means_have_the_same_bits_in_every_round(
+    table: Kernels, name: str, count: int, numel: int, policy: OnNonFinite, feeds: bool, data: st.DataObject
+) -> None:
+    codec = codec_of(name)
+    weighed = [data.draw(weights, label="weight") for _ in range(count)]
+    found: list[list[Any]] = [[], []]
+    memories = [Memory() if feeds else None for _ in found]
+    for round_number in range(2):
+        rows = rows_of(data, count, numel)
+        payloads: list[bytes | None] = [bytes(codec.encode(row, seed=seed_of(round_number, 0, 0))) for row in rows]
+        if count > 2 and data.draw(st.booleans(), label="gives nothing"):
+            payloads[1] = None
+        for place, one in enumerate((NUMPY, table)):
+            made = command(payloads, weighed, codec, "", numel, memories[place], policy, round_number)
+            with using(one):
+                found[place].append(told(made, reduce(made)))
+    assert found[0] == found[1]
+
+
+@given(st.sampled_from(ELEMENTS), st.integers(1, 5), lengths, policies, st.data())
+def test_means_of_elements_have_the_same_bits(
+    table: Kernels, dtype: str, count: int, numel: int, policy: OnNonFinite, data: st.DataObject
+) -> None:
+    parts = 2 if dtype.startswith("complex") else 1
+    weighed = [data.draw(weights, label="weight") for _ in range(count)]
+    payloads = [elements(row, dtype).tobytes() for row in rows_of(data, count, numel * parts)]
+    found = []
+    for one in (NUMPY, table):
+        made = command(payloads, weighed, None, dtype, numel, None, policy, 0)
+        with using(one), np.errstate(all="ignore"):
+            found.append(told(made, reduce(made)))
+    assert found[0] == found[1]
+
+
+@given(st.integers(0, 40_000), st.integers(0, 70_000), st.integers(0, 1 << 20))
+def test_digests_are_the_same(table: Kernels, size: int, at: int, seed: int) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    with using(NUMPY):
+        expected = digest(data, at)
+    with using(table):
+        assert digest(data, at) == expected
+
+
+def test_kernels_may_come_in_the_middle_of_a_slice(table: Kernels) -> None:
+    codec, numel = codec_of("int8"), 4 * BLOCK
+    values, residual = numbers("usual", numel, 1), numbers("small", numel, 2)
+    expected, left = residual.copy(), residual.copy()
+    with using(NUMPY):
+        payload = bytes(encode_with_feedback(codec, values, expected))
+    turns = iter([table, NUMPY, table])
+
+    def compensate(*arrays: Any) -> bool:
+        kernels.use(next(turns))
+        return table.compensate[codec.code](*arrays)
+
+    with using(Kernels(compensate={codec.code: compensate})):
+        assert bytes(encode_with_feedback(codec, values, left)) == payload
+        assert kernels.active() is table
+    assert left.tobytes() == expected.tobytes()
+
+
+def test_rows_that_lie_anywhere_in_memory_are_taken(table: Kernels) -> None:
+    """A payload begins where its message's header ends. Nothing may rely on more."""
+    codec, numel = codec_of("bf16"), 5000
+    values = numbers("usual", numel, 1)
+    room = np.empty(4 * numel + 1, np.uint8)[1:]
+    room[:] = values.view(np.uint8)
+    odd = room.view(np.float32)
+    assert not odd.flags.aligned
+    with using(table):
+        assert bytes(codec.encode(odd)) == bytes(codec.encode(values))
+        out = np.empty(2 * numel + 1, np.uint8)[1:]
+        codec.encode(values, out)
+        arrived, usual = np.empty(4 * numel + 1, np.uint8)[1:].view(np.float32), np.empty(numel, np.float32)
+        codec.decode(out.data, numel, arrived)
+        codec.decode(codec.encode(values), numel, usual)
+    assert arrived.tobytes() == usual.tobytes()
+
+
+# ── loading ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_process(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+SETTLE = "from gradserver.protocol.compiled import loader; print(loader.settle(90)); "
+
+
+def test_one_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loader._Loader()
+    monkeypatch.setenv(loader.VARIABLE, "numpy")
+    own.start()
+    assert str(own.standing) == "numpy (GRADSERVER_KERNELS=numpy)"
+    monkeypatch.setenv(loader.VARIABLE, "fast")
+    with pytest.raises(InvalidArgumentError, match="GRADSERVER_KERNELS must be auto, numpy or compiled, not 'fast'"):
+        own.start()
+
+
+def test_without_numba_numpy_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loader._Loader()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setenv(loader.VARIABLE, "auto")
+    found = own.settle(10)
+    assert (found.kernels, found.failed) == ("numpy", False)
+    assert found.reason == "numba is not installed: pip install 'gradserver[fast]'"
+    monkeypatch.setenv(loader.VARIABLE, "compiled")
+    with pytest.raises(BackendUnavailableError, match="GRADSERVER_KERNELS=compiled, but numba is not installed"):
+        own.start()
+
+
+def test_a_numba_that_does_not_work_is_told_once(tmp_path: Path) -> None:
+    package = tmp_path / "numba"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it was made for another numpy')\n")
+    program = f"import logging; logging.basicConfig(); {SETTLE} {SETTLE}"
+    done = in_process(program, PYTHONPATH=str(tmp_path), GRADSERVER_KERNELS="auto")
+    why = "kernels cannot be compiled: it was made for another numpy"
+    assert done.stdout.splitlines() == [f"numpy ({why})"] * 2
+    assert done.stderr.count(why) == 1
+    assert "set GRADSERVER_KERNELS=numpy to do without" in done.stderr
+    must = in_process(SETTLE, PYTHONPATH=str(tmp_path), GRADSERVER_KERNELS="compiled")
+    assert f"BackendUnavailableError: GRADSERVER_KERNELS=compiled, but {why}" in must.stderr
+
+
+def test_kernels_that_round_otherwise_are_not_used(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    with using(NUMPY):
+        assert differences(table) == []
+
+        def one_off(data: Any, out: Floats) -> None:
+            table.decode[1](data, out)
+            out[7] = np.nextafter(out[7], np.float32(9))
+
+        wrong = table._replace(decode={**table.decode, 1: one_off})
+        assert set(differences(wrong)) == {"bf16"}
+        monkeypatch.setattr(sys.modules["gradserver.protocol.compiled.table"], "TABLE", wrong)
+        monkeypatch.setenv(loader.VARIABLE, "auto")
+        found = loader._Loader().settle(90)
+        assert kernels.active() is NUMPY
+    assert (found.kernels, found.failed) == ("numpy", True)
+    assert "other bits than numpy on this machine (bf16" in found.reason
+
+
+@pytest.mark.parametrize("home", ["a file", "not ours"])
+def test_machine_code_of_a_home_that_is_none_lies_in_a_directory_that_goes_away(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    if home == "a file":
+        (tmp_path / "home").touch()
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with loader._directory() as directory:
+        assert directory.is_dir()
+        assert tmp_path not in directory.parents
+        assert directory.stat().st_mode & 0o077 == 0
+    assert not directory.exists()
+
+
+@pytest.mark.long
+def test_processes_that_begin_at_once_compile_once(tmp_path: Path) -> None:
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "GRADSERVER_KERNELS": "auto"}
+    variables.pop("NUMBA_CACHE_DIR", None)
+    each = [
+        subprocess.Popen([sys.executable, "-c", SETTLE], env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert all(one.communicate(timeout=100)[0].startswith("compiled (") for one in each)
+    found = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
+    assert len(found) > 8
+    assert in_process(SETTLE, XDG_CACHE_HOME=str(tmp_path)).stdout.startswith("compiled (")
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")} == found
+
+
+def test_a_coordinator_says_which_does_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with Daemon("--workers", "1", "--quiet") as daemon:
+        wait_until(lambda: daemon.snapshot()["kernels"]["kernels"] == "compiled", "kernels are loaded", 60)
+        assert show(daemon.url, 0, False) == 0
+        assert "kernels: compiled (by numba, ready after " in capsys.readouterr().out
