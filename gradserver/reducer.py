@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import pairwise
@@ -25,7 +25,7 @@ import numpy as np
 
 from gradserver.comparison import Comparison
 from gradserver.concatenation import PASSED_ON, pass_on
-from gradserver.engine.commands import RESULT, Digests, Reduce
+from gradserver.engine.commands import RESULT, Reduce
 from gradserver.engine.events import Broken, Finding, NonFinite, Sifted
 from gradserver.engine.policy import PROPAGATE, OnNonFinite
 from gradserver.lossy import reduce_lossy
@@ -226,7 +226,6 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
-        self._kernel = active().average.get(self._dtype.name) if self._op is _MEAN else None
         self._comparison = self._comparison_of(command, pairwise((*range(0, numel, self._step), numel)))
 
     def _comparison_of(self, command: Reduce, spans: Iterable[tuple[int, int]]) -> Comparison | None:
@@ -253,26 +252,25 @@ class _Job:
             result = self._narrow(fold(self._op, self._dtype.kind == "c", values))
         else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
-        if self._digests is not None:
-            self._hash(self._digests, cut.start, zip(self._member_ids, rows, strict=True), result)
-        self._measure(result, block)
-        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
-            look.compare(block, rows, range(len(rows)), result, known[0])
+        self._account(block, cut.start, dict(enumerate(rows)), result)
         for target in self._targets:
             if target is not result:
                 target[cut] = result
         return None
 
-    def _measure(self, result: Array, block: int) -> None:
-        """Sum up the squares of a block of a result, if that is wanted and not known."""
+    def _account(self, block: int, start: int, rows: Mapping[int, Array | None], result: Array) -> None:
+        """Hash, measure and compare a block of a result and the contributions to it, by their places, as wanted.
+
+        This comes before the result is written, as a target may be where a contribution lies.
+        """
+        if (digests := self._digests) is not None:
+            at = digests.at + self._first + start * self._stored.itemsize
+            hashed = [(self._member_ids[place], digest(row, at)) for place, row in rows.items() if row is not None]
+            digests.found.extend([*hashed, (RESULT, digest(result, at))])
         if self._squares and self._squares[block] is None:
             self._squares[block] = squares(self._widen(result))
-
-    def _hash(self, digests: Digests, start: int, rows: Iterable[tuple[int, Array | None]], result: Array) -> None:
-        """Hash a part before the result is written, as a target may be where a contribution lies."""
-        at = digests.at + self._first + start * self._stored.itemsize
-        hashed = [(member_id, digest(row, at)) for member_id, row in rows if row is not None]
-        digests.found.extend([*hashed, (RESULT, digest(result, at))])
+        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
+            look.compare(block, list(rows.values()), rows, result, known[0])
 
     def _mean(
         self, rows: Sequence[Array | None], scale: tuple[bool, float, Sequence[float]], block: int
@@ -290,21 +288,20 @@ class _Job:
         if (made := self._at_once(given, equal, divisor, block)) is not None:
             return made
         values = given if self._is_plain else [(weight, self._widen(row)) for weight, row in given]
-        first = values[0][1]
-        total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
+        total = self._total if self._total is not None else scratch(0, values[0][1].size, self._elements)
         add_up(values, equal, total)
         divide(total, divisor)
         return self._checked(total, block)
 
     def _at_once(self, given: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int) -> Array | None:
         """Compute the mean of a block by a kernel; None if there is none, or if something is not finite."""
-        if self._kernel is None:
+        if (kernel := active().average.get(self._dtype.name)) is None:
             return None
-        rows, size = [row for _, row in given], given[0][1].size
+        size = given[0][1].size
         total = self._total if self._total is not None else scratch(0, size, self._stored)
         arrived = NONE if self._is_plain or not self._squares else scratch(1, size, np.float32)
-        weighed = Given.of(rows, [] if equal else [weight for weight, _ in given], divisor)
-        if self._kernel(weighed, 0, size, NONE, NONE, total.view(np.uint8), arrived) < 0:
+        rows = Given.of([row for _, row in given], [] if equal else [weight for weight, _ in given], divisor)
+        if kernel(rows, 0, size, NONE, NONE, total.view(np.uint8), arrived) < 0:
             return None
         if arrived.size:
             self._squares[block] = squares(arrived)
@@ -382,11 +379,7 @@ class _Sieve(_Job):
             if self._skips or all(row is None for row in rows.values()):
                 return
             result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]), block)
-        if self._digests is not None:
-            self._hash(self._digests, start, ((self._member_ids[place], row) for place, row in rows.items()), result)
-        self._measure(result, block)
-        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
-            look.compare(block, list(rows.values()), rows, result, known[0])
+        self._account(block, start, rows, result)
         for target in self._targets:
             target[start:stop] = result
 

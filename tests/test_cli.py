@@ -19,6 +19,7 @@ import zmq
 import gradserver
 from gradserver.cli import main
 from gradserver.engine.control.access import Access
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import JoinRefusedError, WorkerLostError
 from gradserver.protocol.messages import Ping, Status
@@ -180,7 +181,10 @@ def status_when(pattern: str, capsys: pytest.CaptureFixture[str], url: str) -> s
 
 def test_status_of_an_idle_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     with coordinator() as server:
-        assert status(capsys, server.url) == f"coordinator at {server.url}, up 0 s\nno groups: no worker is connected\n"
+        first, kernels, groups = status(capsys, server.url).splitlines()
+        assert first == f"coordinator at {server.url}, up 0 s"
+        assert kernels == f"kernels: {loader.standing()}"
+        assert groups == "no groups: no worker is connected"
 
 
 def test_status_of_a_forming_group_shows_waiting_workers(capsys: pytest.CaptureFixture[str]) -> None:

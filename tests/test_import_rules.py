@@ -32,7 +32,7 @@ BREACHES = {
     "gradserver.engine.sideways": ["gradserver.protocol.transport"],
     "gradserver.engine.control.aside": ["gradserver.engine.data"],
     "gradserver.engine.data.aside": ["gradserver.engine.control"],
-    "gradserver.reducer": ["gradserver.protocol.compiled", "numba"],
+    "gradserver.reducer": ["gradserver.protocol.compiled", "numba", "llvmlite"],
     "gradserver.aside": ["gradserver.worker", "gradserver.worker.client", "torch", "pickle"],
     "gradserver.upward": ["gradserver.local", "gradserver.cli", "gradserver.tools.demo"],
     "gradserver.worker.aside": ["gradserver", "gradserver.engine", "gradserver.protocol.transport", "pickle"],

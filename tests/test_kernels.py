@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -325,21 +326,33 @@ def test_kernels_that_round_otherwise_are_not_used(table: Kernels, monkeypatch: 
     assert "other bits than numpy on this machine (bf16" in found.reason
 
 
-@pytest.mark.parametrize("home", ["a file", "not ours"])
-def test_machine_code_of_a_home_that_is_none_lies_in_a_directory_that_goes_away(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_code_lies_where_this_user_alone_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    temporary.mkdir()
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    if home == "a file":
-        (tmp_path / "home").touch()
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with loader._directory() as directory:
-        assert directory.is_dir()
-        assert tmp_path not in directory.parents
+        assert directory.parent == home / "gradserver"
+        assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o777)  # others could put machine code there
+    with loader._directory() as directory:
+        assert directory.parent == temporary / f"gradserver-{os.geteuid()}"
+    assert directory.is_dir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)  # neither is this user's
+    with loader._directory() as directory:
+        assert directory.parent == temporary
         assert directory.stat().st_mode & 0o077 == 0
     assert not directory.exists()
+
+
+def test_a_home_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with loader._directory() as directory:
+        assert directory.parent == tmp_path / f"gradserver-{os.geteuid()}"
 
 
 @pytest.mark.long

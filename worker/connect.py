@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gradserver.protocol.codecs import codec_of
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import (
     BackendUnavailableError,
     ConnectionLostError,
@@ -133,7 +134,8 @@ def connect(
     if channel not in _CHANNELS:
         raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
     plane, channel = _check_plane(plane or os.environ.get("GRADSERVER_PLANE") or AUTO, channel)
-    codec_of(wire)
+    if codec_of(wire).name != "fp32":
+        loader.start()  # they are there by the time that there is something to encode
     _check_seconds("reconnect", reconnect)
     world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
     if url is None and world_size == 1:

@@ -11,7 +11,7 @@ from gradserver.worker.member.coder import Workspace
 
 
 class _Thread(threading.local):
-    """Scratch memory of a thread. The first one that encodes or decodes has kernels loaded."""
+    """Scratch memory of a thread. The first one that encodes or decodes has kernels loaded, if they are not yet."""
 
     def __init__(self) -> None:
         loader.start()

@@ -20,7 +20,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -191,25 +190,33 @@ def _compile(directory: Path) -> None:
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """Find the directory of machine code, for this version, compiler and processor; or make one that is soon deleted.
+    """Find a directory for machine code of this version, compiler and processor; or make one that is soon deleted.
 
-    What is loaded from it is run. So it belongs to this user, and to no other.
+    What is loaded from it is run. So it belongs to this user, and no other can write there.
     """
+    import tempfile  # imported here: where a home can be written, this is not needed
+
     chosen = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    path = Path(chosen).absolute() / "gradserver" / f"kernels-{_key()}"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = path.stat().st_uid == os.geteuid() and os.access(path, os.W_OK)
-    except OSError:
-        usable = False
-    if usable:
-        yield path
-        return
+    key = f"kernels-{_key()}"
+    for folder in (Path(chosen).absolute() / "gradserver", Path(tempfile.gettempdir()) / f"gradserver-{os.geteuid()}"):
+        if _is_ours(folder) and _is_ours(folder / key):
+            yield folder / key
+            return
     path = Path(tempfile.mkdtemp(prefix="gradserver-kernels-"))
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Make a directory if there is none. Return whether this user alone can write there."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK)
 
 
 def _key() -> str:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import gradserver
+from gradserver.protocol.compiled import loader
 from gradserver.tools.common.processes import available_cores
+
+_COMPILING_SECONDS = 120.0
 
 
 def describe() -> dict[str, Any]:
@@ -25,14 +28,14 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Collect the versions of all packages that take part."""
+    """Collect the versions of all packages that take part, and what does the work. Kernels are compiled before that."""
     found = {"gradserver": gradserver.__version__, "python": platform.python_version()}
     for name in ("torch", "numpy", "pyzmq"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing"
-    return found
+    return {**found, "kernels": loader.settle(_COMPILING_SECONDS).kernels}
 
 
 def _cpu() -> str:
