@@ -96,7 +96,7 @@ def reduce_lossy(command: Reduce) -> Outcome:
 
 
 _Done = Undecodable | Literal[True] | None
-"""Whether a block was computed. None: no, as something is not finite and must be."""
+"""True if a block was computed; None if something is not finite and must be."""
 
 
 class _Given(NamedTuple):

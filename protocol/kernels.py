@@ -1,8 +1,8 @@
 """Kernels: loops over the elements of a block in one pass, where numpy makes one pass for every step.
 
-A kernel gives the same bits as numpy, so it makes no difference which of two members has it, or from which slice of a
-round on. Here is the table of those there are. It is empty until `gradserver.protocol.compiled` has compiled them: then
-another table takes its place at once. What it lacks, numpy does.
+A kernel gives the same bits as numpy. So members with and without it can train together, and one can get it in the
+middle of a round. Here is the table of those there are. It is empty until `gradserver.protocol.compiled` has compiled
+them: then another table takes its place at once. numpy does what is not in it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Given(NamedTuple):
 Encode = Callable[[Floats, Bytes], None]
 Decode = Callable[[Bytes, Floats], None]
 Add = Callable[[Bytes, Floats, np.float32 | None], None]
-Compensate = Callable[[Floats, Floats, Bytes], bool]
+Compensate = Callable[[Floats, Floats, Bytes, Floats], bool]
 Largest = Callable[[Floats, Offsets], None]
+Keep = Callable[[Floats, Floats, Offsets, Floats, Floats], bool]
 AddAt = Callable[[Floats, Offsets, Floats, float], None]
 Digest = Callable[[Words, Words, int], int]
 Combine = Callable[[Given, int, int, Floats, Floats, Bytes, Floats], float]
@@ -61,7 +62,7 @@ class Kernels(NamedTuple):
         encode: as `gradserver.protocol.codecs.Codec.encode_block`.
         decode: as ``decode_block``.
         add: as ``add_block``.
-        compensate: as ``compensate_block``.
+        compensate: as ``compensate_block``, with working memory of as many elements.
         combine: compute the encoded mean of a block, of which are given its first byte in each contribution and its
             number of elements. It takes the residual of the round before, or `NONE` for zeros, and leaves a new one
             in other memory, or `NONE` for none. The last array gets the result as it is decoded, unless it is `NONE`.
@@ -71,6 +72,9 @@ class Kernels(NamedTuple):
         digest: add up words times factors, of which there are so many, times the odd number of a row of them. The last
             argument is the place of the first word. See `gradserver.protocol.digest`.
         largest: write the offsets of the elements of largest magnitude, as many as there is room for, in their order.
+        keep_largest: encode with feedback the elements of largest magnitude, of which it writes the offsets. Given are
+            values, residual, offsets, room for what is kept, and working memory. False as for ``compensate_block``.
+        keep_drawn: the same for elements at given offsets.
         add_at: add numbers, times a weight if there is one, at offsets of a total.
     """
 
@@ -82,6 +86,8 @@ class Kernels(NamedTuple):
     average: Mapping[str, Combine] = {}
     digest: Digest | None = None
     largest: Largest | None = None
+    keep_largest: Keep | None = None
+    keep_drawn: Keep | None = None
     add_at: AddAt | None = None
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.engine.commands import Contribution, Memory, Reduce
+from gradserver.engine.events import Sifted
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol import kernels
 from gradserver.protocol.codecs import Codec, Scratch, codec_of, encode_with_feedback, seed_of
@@ -60,7 +61,7 @@ def using(one: Kernels) -> Iterator[None]:
 
 
 # Numbers of every size, where conversions change what they do: subnormal ones and near them, usual ones, those that
-# have no half, those whose sum has no float32, and any bits, of which one in 256 is NaN or Inf.
+# have no half, some with a sum beyond float32, and any bits, of which one in 256 is NaN or Inf.
 sizes = st.sampled_from(
     ["zero", "subnormal", "small", "usual", "ties", "large", "largest", "any", "one NaN", "one Inf"]
 )
@@ -153,10 +154,16 @@ def command(
 
 
 def told(made: Reduce, outcome: Any) -> list[Any]:
-    """Everything that a reduction leaves behind."""
+    """Everything that a reduction leaves behind. Without a contribution that counts there is no result."""
     owed = made.memory.content if made.memory else None
+    findings = outcome.findings if isinstance(outcome, Sifted) else ()
+    if isinstance(outcome, Sifted):
+        given = sum(one.payload is not None for one in made.contributions)
+        is_void = made.nonfinite is OnNonFinite.SKIP or len(findings) == given
+        outcome = None if findings and is_void else outcome.payload
     return [
         bytes(outcome) if isinstance(outcome, memoryview) else repr(outcome),
+        findings,
         repr(made.squares),
         owed.latest.tobytes() if owed else None,
     ]

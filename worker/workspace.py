@@ -11,12 +11,18 @@ from gradserver.worker.member.coder import Workspace
 
 
 class _Thread(threading.local):
-    """Scratch memory of a thread. The first one that encodes or decodes has kernels loaded, if they are not yet."""
-
-    def __init__(self) -> None:
-        loader.start()
-        self.scratch = Scratch()
+    scratch: Scratch | None = None
 
 
 _thread = _Thread()
-WORKSPACE: Final = Workspace(lambda: _thread.scratch)
+
+
+def _scratch() -> Scratch:
+    """Return this thread's scratch memory. The first one that asks for it has kernels loaded, if they are not yet."""
+    if _thread.scratch is None:
+        loader.start()
+        _thread.scratch = Scratch()
+    return _thread.scratch
+
+
+WORKSPACE: Final = Workspace(_scratch)

@@ -217,7 +217,7 @@ class Codec(ABC):
             False if a sum is not finite: then nothing was encoded, and ``residual`` is what it was.
         """
         if (kernel := active().compensate.get(self.code)) is not None:
-            return kernel(values, residual, out)
+            return kernel(values, residual, out, scratch.compensated(values.size))
         return self._compensate(values, residual, out, seed, scratch)
 
     # ── with numpy ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -77,6 +77,13 @@ class TopK(Sparse):
     def _compensate(self, values: Floats, residual: Floats, out: Bytes, _seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
+        if (kernel := active().keep_largest) is not None:
+            kept = self.kept(values.size)
+            chosen = np.empty(kept, np.int64)
+            if not kernel(values, residual, chosen, out[: 4 * kept].view(np.float32), compensated):
+                return False
+            self._put_offsets(chosen, values.size, out)
+            return True
         np.add(values, residual, out=compensated)
         chosen = self._choose(compensated, out, scratch)
         if not is_finite(compensated[chosen]):  # NaN and Inf count as largest
@@ -95,14 +102,18 @@ class TopK(Sparse):
             chosen = _largest(values, kept, scratch)
 
         out[: 4 * kept].view(np.float32)[:] = values[chosen]
-        places = out[4 * kept :]
+        self._put_offsets(chosen, numel, out)
+        return chosen
+
+    def _put_offsets(self, chosen: Indices, numel: int, out: Bytes) -> None:
+        """Write the offsets of what was kept."""
+        places = out[4 * chosen.size :]
         if self._has_bitmap(numel):
             bitmap = np.zeros(numel, np.bool_)
             bitmap[chosen] = True
             places[:] = np.packbits(bitmap)
         else:
             places.view(np.uint16)[:] = chosen
-        return chosen
 
     def _offsets(self, data: Bytes, numel: int) -> Indices:
         """Return the offsets in an encoded block: ascending, and below ``numel``. Else MalformedMessageError."""
@@ -157,6 +168,8 @@ class RandomK(Sparse):
     def _compensate(self, values: Floats, residual: Floats, out: Bytes, seed: int, scratch: Scratch, /) -> bool:
         """Compensate as `Codec.compensate_block`: what was kept is owed no more, and all else is."""
         compensated = scratch.compensated(values.size)
+        if (kernel := active().keep_drawn) is not None:
+            return kernel(values, residual, self._drawn(values.size, seed), out.view(np.float32), compensated)
         np.add(values, residual, out=compensated)
         if not is_finite(compensated):
             return False
@@ -223,7 +236,7 @@ def _candidates(magnitude: Words, kept: int) -> Indices:
 def _add_at(total: Floats, offsets: Indices, values: Floats, weight: np.float32 | None) -> None:
     """Add ``values``, times ``weight`` if there is one, at ``offsets``, which are all different."""
     if (kernel := active().add_at) is not None:
-        kernel(total, offsets, values, 1.0 if weight is None else weight)
+        kernel(total, offsets, values, 1.0 if weight is None else float(weight))
         return
     total[offsets] += values if weight is None else values * weight
 

@@ -1,4 +1,4 @@
-"""What compiled loops are made of: the compiler's options, types of arrays, and numbers as bits."""
+"""Elements of compiled loops: the compiler's options, types of arrays, and numbers as bits."""
 
 from __future__ import annotations
 

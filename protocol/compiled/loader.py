@@ -42,12 +42,14 @@ _FILL: Final = "from gradserver.protocol.compiled.loader import fill; fill()"
 _READY: Final = "ready"
 """File in a directory that has all kernels."""
 _COMPILING_SECONDS: Final = 300.0
+_SWITCH_SECONDS: Final = 1e-4
+"""Time for which this thread keeps the interpreter's lock from others as it imports. Python's is 50 times as long."""
 _ENDING_SECONDS: Final = 5.0
 """Time that the end of a process waits for a thread that is loading machine code."""
 
 
 class Standing(NamedTuple):
-    """What does the work now: ``numpy`` or ``compiled``, and why.
+    """Doer of the work now, ``numpy`` or ``compiled``, and the reason.
 
     Attributes:
         failed: whether kernels were wanted, and cannot be had with what is installed.
@@ -76,7 +78,7 @@ class _Loader:
             raise InvalidArgumentError(f"{VARIABLE} must be {AUTO}, {NUMPY} or {COMPILED}, not {choice!r}")
         with self._lock:
             if self._thread is None and choice != NUMPY:
-                self.standing = Standing(NUMPY, "kernels are being compiled")
+                self.standing = Standing(NUMPY, "kernels are being loaded")
                 self._thread = threading.Thread(target=self._run, name="gradserver-kernels", daemon=True)
                 self._thread.start()
                 atexit.register(self._end)
@@ -98,11 +100,15 @@ class _Loader:
         if importlib.util.find_spec("numba") is None:
             self.standing = Standing(NUMPY, f"numba is not installed: {INSTALL}")
             return
+        self._is_loading, began, interval = True, time.monotonic(), sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         try:
-            began = time.monotonic()
             with _directory() as directory:
-                _compile(directory)
-                self._is_loading = True
+                if not (directory / _READY).exists():
+                    self.standing = Standing(NUMPY, "kernels are being compiled")
+                    self._is_loading = False  # this thread waits for a process, and may end before it
+                    _compile(directory)
+                    self._is_loading = True
                 self._load(directory)
             seconds = time.monotonic() - began
             self.standing = Standing(COMPILED, f"by numba, ready after {seconds:.1f} s")
@@ -112,6 +118,7 @@ class _Loader:
                 "%s. numpy does their work, which takes several times as long: %s", self.standing.reason, REMEDY
             )
         finally:
+            sys.setswitchinterval(interval)
             self._is_loading = False
 
     def _load(self, directory: Path) -> None:
@@ -129,7 +136,7 @@ class _Loader:
         kernels.use(table)
 
     def _end(self) -> None:
-        """Let the thread finish with libraries that must not end under it. It may wait for another process as well."""
+        """Let the thread finish with libraries that must not end under it."""
         if self._is_loading and self._thread is not None:
             self._thread.join(_ENDING_SECONDS)
 

@@ -41,6 +41,7 @@ BFLOAT16, FLOAT16 = 16, 17
 
 _CHUNK: Final = np.uint64(1024)
 _GROUP: Final = np.uint64(256)
+_ROW: Final = np.uint64(1024)
 _0, _1, _2, _4, _8, _255 = (np.uint64(number) for number in (0, 1, 2, 4, 8, 255))
 
 _SIGN: Final = np.uint32(0x8000_0000)
@@ -243,9 +244,9 @@ def digest(words: Any, factors: Any, place: Any) -> Any:
     """Compute a digest of words, from one place on: rows of words times factors, times the odd number of the row."""
     size, row = uint64(words.size), carray(pointer(uint64(words.ctypes.data), np.uint64), words.size)
     factor = carray(pointer(uint64(factors.ctypes.data), np.uint64), factors.size)
-    total, start, column, number = _0, _0, place % _CHUNK, place // _CHUNK
+    total, start, column, number = _0, _0, place % _ROW, place // _ROW
     while start < size:
-        count, part = min(_CHUNK - column, size - start), _0
+        count, part = min(_ROW - column, size - start), _0
         for i in range(count):
             part += row[start + i] * factor[column + i]
         total += part * (_2 * number + _1)
@@ -278,21 +279,23 @@ def decode(kind: Any, data: Any, out: Any, adds: Any, weight: Any) -> None:
         start += count
 
 
-@compiled(boolean(int64, READ_FLOATS, FLOATS, BYTES))
-def compensate(kind: Any, values: Any, residual: Any, out: Any) -> Any:
-    """Encode a block of ``values + residual``, and leave in ``residual`` what is lost, if all sums are finite."""
+@compiled(boolean(int64, READ_FLOATS, FLOATS, BYTES, FLOATS))
+def compensate(kind: Any, values: Any, residual: Any, out: Any, spare: Any) -> Any:
+    """Encode a block of ``values + residual``, and leave in ``residual`` what is lost, if all sums are finite.
+
+    In ``spare``, which is as long, stays what is owed until all sums are known to be finite.
+    """
     size, begin, row, owed = uint64(values.size), uint64(out.ctypes.data), row_of(values), row_of(residual)
-    most = uint32(0)
-    for i in range(size):
-        most = max(most, magnitude_of(row[i] + owed[i]))
-    if most >= INFINITY:
-        return False
-    sums, start = np.empty(_CHUNK, np.float32), _0
+    sums, before, start = np.empty(_CHUNK, np.float32), row_of(spare), _0
     while start < size:
         count = min(_CHUNK, size - start)
         for i in range(count):
+            before[start + i] = owed[start + i]
             sums[i] = row[start + i] + owed[start + i]
-        _give(kind, begin, size, start, count, sums, owed[start : start + count])
+        if _give(kind, begin, size, start, count, sums, owed[start : start + count]) >= INFINITY:
+            for i in range(start + count):
+                owed[i] = before[i]
+            return False
         start += count
     return True
 

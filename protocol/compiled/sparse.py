@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import float32, int64, uint16, uint32, uint64, void
+from numba import boolean, float32, int64, uint16, uint32, uint64, void
 
 from gradserver.protocol.compiled.language import (
     FLOATS,
+    INFINITY,
     OFFSETS,
     READ_FLOATS,
     READ_OFFSETS,
@@ -49,17 +50,18 @@ def _threshold(values: Any, kept: Any) -> Any:
 
 @compiled()
 def _collect(values: Any, least: Any, offsets: Any) -> Any:
-    """Write the offsets of elements whose magnitude is ``least`` or more, in order, and return their number."""
+    """Write the offsets of elements of magnitude ``least`` or more, in order, and return their number."""
     size, found, start = uint64(values.size), _0, _0
     while start < size:
-        stop, hits = min(start + _RUN, size), uint32(0)
-        for i in range(start, stop):
-            hits = max(hits, magnitude_of(values[i]))
-        if hits >= least:
-            for i in range(start, stop):
+        most, count = uint32(0), min(_RUN, size - start)
+        if count == _RUN:  # a constant number of times, which the compiler makes a few instructions of
+            for i in range(_RUN):
+                most = max(most, magnitude_of(values[start + i]))
+        if most >= least or count < _RUN:
+            for i in range(start, start + count):
                 offsets[found] = uint16(i)
                 found += uint64(magnitude_of(values[i]) >= least)
-        start = stop
+        start += count
     return found
 
 
@@ -74,13 +76,13 @@ def _digit(counts: Any, wanted: Any) -> Any:
     return digit, above
 
 
-@compiled(void(READ_FLOATS, OFFSETS))
-def largest(values: Any, chosen: Any) -> None:
+@compiled(void(ROW, OFFSETS))
+def _choose(row: Any, chosen: Any) -> None:
     """Choose the elements of largest magnitude, as many as ``chosen`` has room for; of equal ones the first.
 
     The offsets ascend. The least magnitude that is chosen is found digit by digit: 12, 12 and 7 bits.
     """
-    row, kept = row_of(values), uint64(chosen.size)
+    kept = uint64(chosen.size)
     offsets = np.empty(row.size + 1, np.uint16)
     found = _collect(row, _threshold(row, kept), offsets)
     if found < kept:
@@ -112,6 +114,57 @@ def largest(values: Any, chosen: Any) -> None:
         elif magnitude == least and rest > _0:
             chosen[place] = int64(offsets[i])
             place, rest = place + _1, rest - _1
+
+
+@compiled(void(READ_FLOATS, OFFSETS))
+def largest(values: Any, chosen: Any) -> None:
+    """Choose the elements of largest magnitude, as many as ``chosen`` has room for; of equal ones the first."""
+    _choose(row_of(values), chosen)
+
+
+# The next two encode with feedback: they leave in `out` what is kept of ``values + residual``, and in `residual` all
+# else. If they meet a number that is not finite, `residual` becomes what it was, which `spare` has meanwhile.
+
+
+@compiled(uint32(ROW, ROW, ROW))
+def _sum(row: Any, owed: Any, before: Any) -> Any:
+    """Write sums to ``owed``, and return the largest magnitude of all."""
+    most = uint32(0)
+    for i in range(uint64(row.size)):
+        before[i] = owed[i]
+        owed[i] = row[i] + owed[i]
+        most = max(most, magnitude_of(owed[i]))
+    return most
+
+
+@compiled(void(ROW, READ_OFFSETS, ROW))
+def _move(owed: Any, offsets: Any, kept: Any) -> None:
+    for i in range(uint64(kept.size)):
+        kept[i] = owed[uint64(offsets[i])]
+        owed[uint64(offsets[i])] = float32(0)
+
+
+@compiled(boolean(READ_FLOATS, FLOATS, READ_OFFSETS, FLOATS, FLOATS))
+def keep_drawn(values: Any, residual: Any, offsets: Any, out: Any, spare: Any) -> Any:
+    """Encode the elements at ``offsets``."""
+    owed, before = row_of(residual), row_of(spare)
+    if _sum(row_of(values), owed, before) >= INFINITY:
+        owed[:] = before
+        return False
+    _move(owed, offsets, row_of(out))
+    return True
+
+
+@compiled(boolean(READ_FLOATS, FLOATS, OFFSETS, FLOATS, FLOATS))
+def keep_largest(values: Any, residual: Any, chosen: Any, out: Any, spare: Any) -> Any:
+    """Encode the elements of largest magnitude, and leave their offsets in ``chosen``. NaN and Inf are the largest."""
+    owed, before = row_of(residual), row_of(spare)
+    if _sum(row_of(values), owed, before) >= INFINITY:
+        owed[:] = before
+        return False
+    _choose(owed, chosen)
+    _move(owed, chosen, row_of(out))
+    return True
 
 
 @compiled(void(FLOATS, READ_OFFSETS, READ_FLOATS, float32))

@@ -43,5 +43,7 @@ TABLE: Final = Kernels(
     average={name: partial(_combine, kind) for name, kind in _ELEMENTS.items()},
     digest=loops.digest,
     largest=sparse.largest,
+    keep_largest=sparse.keep_largest,
+    keep_drawn=sparse.keep_drawn,
     add_at=sparse.add_at,
 )

@@ -1,7 +1,7 @@
 """The check of compiled kernels before they are used: on this machine they give the same bits as numpy.
 
-A member whose kernels round differently would hold other weights than all others. The tests compare far more cases, but
-with the compiler and the processor of the tests.
+A member with kernels that round differently would hold other weights than all others. The tests compare far more cases,
+but with the compiler and the processor of the tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradserver.protocol.codecs import Codec, Scratch, codec_of
 from gradserver.protocol.kernels import NONE, Floats, Given, Kernels
 
 _NUMEL: Final = 2500
-"""Two chunks and a part, ten groups of int8 and a part: some by themselves have a finite number only."""
+"""Elements of a block: two chunks and a part of one, nine groups of int8 and a part of one."""
 
 
 def differences(table: Kernels) -> list[str]:
@@ -59,7 +59,9 @@ def _of(table: Kernels, codec: Codec, rows: Sequence[Floats]) -> Iterator[str]:
         combined = table.combine[code](given, 0, _NUMEL, before, after, out, NONE)
         if combined < 0 or not (_same(expected, out) and _same(residual, after)):
             yield f"combine of {codec.name}"
-        if not table.compensate[code](total, before, out) or not (_same(expected, out) and _same(residual, before)):
+        if not table.compensate[code](total, before, out, np.empty_like(total)) or not (
+            _same(expected, out) and _same(residual, before)
+        ):
             yield f"compensate of {codec.name}"
 
 
