@@ -16,7 +16,7 @@ from gradserver.protocol.codecs import Codec, Scratch, codec_of
 from gradserver.protocol.kernels import NONE, Floats, Given, Kernels
 
 _NUMEL: Final = 2500
-"""Elements of a block: two chunks and a part of one, nine groups of int8 and a part of one."""
+"""Elements of a block: four chunks and a part of one, nine groups of int8 and a part of one."""
 
 
 def differences(table: Kernels) -> list[str]:
