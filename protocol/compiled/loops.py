@@ -40,7 +40,7 @@ BFLOAT16, FLOAT16 = 16, 17
 """Element types. They differ from codecs in what is too large: that becomes Inf."""
 
 _CHUNK: Final = np.uint64(512)
-"""Elements that all steps are done with before the next ones. With more, memory waits for the steps; with fewer, calls."""
+"""Elements that all steps are done with before the next ones. With more of them, the memory waits for the steps."""
 _GROUP: Final = np.uint64(256)
 _ROW: Final = np.uint64(1024)
 _0, _1, _2, _4, _8, _255 = (np.uint64(number) for number in (0, 1, 2, 4, 8, 255))
