@@ -216,6 +216,9 @@ class _Job:
         self._parts = self._dtype.itemsize // self._stored.itemsize
         self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
         self._step = max(self._step, UNIT * self._parts if self._rule.is_robust else 0)  # whole units
+        each = (command.each or SLICE_BYTES // self._dtype.itemsize) * self._parts
+        if each < numel and each % self._step:
+            self._step = each  # blocks end where slices do
         self.blocks = -(-numel // self._step)
         self._total: Array | None = None  # memory for a sum in one block: the result's own, so that nothing is copied
         if command.keep:
@@ -224,7 +227,7 @@ class _Job:
             self._targets.append(kept)
             self._total = kept if self._is_plain and self.blocks == 1 else None
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
-        self._told, self._of_slice = command.squares, max(SLICE_BYTES // self._stored.itemsize // self._step, 1)
+        self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
         self._comparison = self._comparison_of(command, pairwise((*range(0, numel, self._step), numel)))
 

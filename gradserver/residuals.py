@@ -45,7 +45,8 @@ class Residuals:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._durable: set[str] = set()
+        self._durable: dict[str, int] = {}
+        """Grains of groups that survive this process."""
         self._groups: dict[str, dict[Path, _Places]] = {}
         """Files of each group, one for each lossy section."""
 
@@ -61,11 +62,11 @@ class Residuals:
     def take(self, record: Kind) -> None:
         """Note a record that was written."""
         match record:
-            case Durable(group, _, rates):
+            case Durable(group, _, rates, grain):
                 if not rates:  # with several shards only some would be kept
-                    self._durable.add(group)
+                    self._durable[group] = grain
             case Closed(group):
-                self._durable.discard(group)
+                self._durable.pop(group, None)
                 for path in self._groups.pop(group, {}):
                     path.unlink(missing_ok=True)
             case Plan(group, _, number, plan) if group in self._durable:
@@ -83,7 +84,7 @@ class Residuals:
         before, here = self._groups.get(group, {}), dict[Path, _Places]()
         for section in plan.each:
             alone = plan.alone(section)
-            if lengths := dict(_lengths(alone, section.first)):
+            if lengths := dict(_lengths(alone, section.first, self._durable[group])):
                 since = section.since if plan.sections else number
                 which = f"\0{section.number}" if section.number else ""
                 whole = f"{group}\0{since}\0{alone.hash}{which}"
@@ -107,11 +108,11 @@ class Residuals:
         return found
 
 
-def _lengths(plan: PlanTable, first: int) -> Iterable[tuple[tuple[int, int], int]]:
+def _lengths(plan: PlanTable, first: int, grain: int) -> Iterable[tuple[tuple[int, int], int]]:
     """List the number of elements of each lossy slice, by bucket, from ``first`` on, and slice."""
     for part, bucket in enumerate(plan.buckets, first):
         if bucket.operation.is_lossy:
-            layout = layout_of(bucket.operation, 1)
+            layout = layout_of(bucket.operation, 1, grain)
             for index in range(layout.count):
                 start, stop = layout.span(index)
                 yield (part, index), stop - start

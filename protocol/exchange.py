@@ -17,9 +17,11 @@ from typing import Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, codec_of
+from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.dtypes import FLOAT32, UINT8, DType
 from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from gradserver.protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
+from gradserver.protocol.slicing import ALIGNMENT, step_of
 
 EXACT: Final = codec_of("fp32")
 """The codec without loss: the only one for types other than float32, and the default."""
@@ -301,13 +303,13 @@ def unasked_cost(payload: Buffer | None) -> int:
 
 
 @lru_cache(maxsize=4096)
-def layout_of(operation: Operation, world_size: int) -> Layout:
-    """Cut ``operation`` among ``world_size`` participants."""
+def layout_of(operation: Operation, world_size: int, grain: int = 0, unit: int = 1) -> Layout:
+    """Cut ``operation`` among ``world_size`` participants; ``grain`` and ``unit`` as in `cut`."""
     numel = operation.numel
     if operation.kind is Kind.BARRIER:
         return Layout(count=1, step=1, bounds=(0, 0), firsts=(0, 1), numel=0, itemsize=0, replies=1)
     if operation.kind not in DIVIDED:
-        return cut(operation, (0, numel), world_size if operation.kind in JOINED else 1)
+        return cut(operation, (0, numel), world_size if operation.kind in JOINED else 1, grain, unit)
     chunk, rest = divmod(numel, world_size)
     if rest:
         raise InvalidArgumentError(
@@ -316,26 +318,33 @@ def layout_of(operation: Operation, world_size: int) -> Layout:
         )
     if operation.kind in PORTIONED:
         itemsize = operation.dtype.itemsize * world_size
-        count, step = _slices(chunk, itemsize)
+        step = max(1, SLICE_BYTES // itemsize)
+        count = -(-chunk // step)
         parts = world_size if operation.kind is Kind.SCATTER else 1
         return Layout(count, step, (0, chunk), (0, count), chunk, itemsize, 1, parts=parts)
     return cut(operation, tuple(rank * chunk for rank in range(world_size + 1)))
 
 
-def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1) -> Layout:
-    """Cut ``operation`` into the chunks that begin at ``bounds`` (the last bound is the end), and these into slices."""
+def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1, grain: int = 0, unit: int = 1) -> Layout:
+    """Cut ``operation`` into the chunks that begin at ``bounds`` (the last bound is the end), and these into slices.
+
+    Slices are as large as they may be, or follow from the ``grain`` of a group (`gradserver.protocol.slicing`). Then
+    all but the last of a chunk are multiples of ``unit`` elements, and whole blocks of a lossy codec.
+    """
     itemsize = operation.dtype.itemsize
-    _, step = _slices(0, itemsize * replies)
+    step = max(1, SLICE_BYTES // (itemsize * replies))
+    if grain and operation.kind in SLICED:
+        chunks = max(sum(start < stop for start, stop in pairwise(bounds)), 1)
+        numel = -(-operation.numel // chunks)
+        nbytes = numel * itemsize if operation.codec is EXACT else operation.codec.nbytes(numel)
+        step = min(step, step_of(numel, nbytes, grain, max(unit, BLOCK if operation.is_lossy else ALIGNMENT)))
     counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
     firsts = tuple(accumulate(counts, initial=0))
     return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies, operation.codec)
 
 
-def _slices(numel: int, itemsize: int) -> tuple[int, int]:
-    """Return the number of slices of ``numel`` elements, and the elements of each but the last."""
-    step = max(1, SLICE_BYTES // itemsize)
-    return -(-numel // step), step
-
+SLICED: Final = frozenset({Kind.ALL_REDUCE, Kind.BROADCAST})
+"""Kinds with slices that follow from the group's links. Others are of many small tensors, or of a member's portions."""
 
 JOINED: Final = frozenset({Kind.ALL_GATHER, Kind.GATHER})
 """Kinds that put all contributions one behind the other."""

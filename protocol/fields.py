@@ -27,6 +27,7 @@ from gradserver.protocol.limits import (
 )
 from gradserver.protocol.means import Mean, known_mean
 from gradserver.protocol.plan import Plan, decode_plan
+from gradserver.protocol.slicing import MAX_GRAIN
 
 LAST_STREAM: Final = int(max(Stream))
 MAX_TOTAL: Final = 2 * MAX_WORLD_SIZE * MAX_WEIGHT
@@ -97,4 +98,8 @@ Seed = Annotated[int, Field(integer(0, MAX_SEED))]
 Key = Annotated[ExchangeKey, Field(_key)]
 OptionalKey = Annotated[ExchangeKey | None, Field(optional(_key))]
 EncodedPlan = Annotated[Plan, Field(_plan, attrgetter("encoded"))]
+Rate = Annotated[float, Field(number(0.0, MAX_RATE))]
+"""The rate of a link in Gbit/s; 0 if it is not known."""
+Grain = Annotated[int, Field(integer(0, MAX_GRAIN))]
+"""What the size of slices follows from (`gradserver.protocol.slicing`)."""
 MeanRule = Annotated[Mean, Field(known_mean, str)]

@@ -11,7 +11,7 @@ import msgpack
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import ascii_text, choice, listed, unpack
 from gradserver.protocol.declared import Field, nested, several
-from gradserver.protocol.fields import Count
+from gradserver.protocol.fields import Count, Rate, Seconds
 from gradserver.protocol.limits import GIB, MAX_DEVICES, MAX_LABEL, MAX_TROUBLE, MAX_URL, MAX_WORLD_SIZE
 from gradserver.protocol.planes import AUTO, CHANNELS, GLOO, IN_PROCESS, NCCL, PLANES, TCP, WISHES
 
@@ -46,6 +46,8 @@ class Offer(NamedTuple):
         devices: CUDA devices that it sees. The first one is its own.
         trouble: the reason for which it has no torch, no device or no NCCL.
         store: address ``HOST:PORT`` or ``HOST:FOLDER`` of the store that it keeps as a rendezvous; empty if none.
+        rate: rate of its link to the coordinator in Gbit/s, as it has measured; 0 if it has not.
+        trip: round trip to the coordinator in seconds; 0 if it has not measured it.
     """
 
     plane: Annotated[str, Field(choice(WISHES))] = AUTO
@@ -59,6 +61,8 @@ class Offer(NamedTuple):
     devices: Annotated[tuple[Device, ...], several(nested(Device), MAX_DEVICES)] = ()
     trouble: Annotated[str, Field(ascii_text(MAX_TROUBLE))] = ""
     store: Annotated[str, Field(ascii_text(MAX_URL))] = ""
+    rate: Rate = 0.0
+    trip: Seconds = 0.0
 
 
 UNTOLD: Final = Offer()

@@ -23,6 +23,7 @@ from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.exchange import IN_PLACE, ExchangeKey, Layout, Operation, Stream, cut, layout_of
 from gradserver.protocol.limits import KIB
 from gradserver.protocol.plan import VACANT, Plan, Section
+from gradserver.protocol.slicing import ALIGNMENT
 
 SPLIT_BYTES: Final = 256 * KIB
 """Bytes below which an exchange goes to one shard: the messages would cost more than the bytes."""
@@ -30,9 +31,6 @@ SPLIT_BUCKET_BYTES: Final = (256 * KIB, 128 * KIB, 64 * KIB)
 """The same for buckets. The next one is tried while shards would have unequal work."""
 EVEN: Final = 1.02
 """The work of the busiest shard over the mean, each by its rate, up to which work counts as equal."""
-ALIGNMENT: Final = 256
-"""Elements at which tensors are cut among shards: as many as share a scale in int8, which must not depend on the
-cut."""
 
 
 class Share(NamedTuple):
@@ -66,14 +64,16 @@ class Table:
         world_size: number of participants.
         rates: of all shards, compared with one another; none at all stand for one shard.
         unit: elements of a bucket that no cut may divide, if the group's mean is decided about so many together.
+        grain: size of slices; 0 for slices as large as they may be (`gradserver.protocol.slicing`).
 
     Attributes:
         busy_shards: number of shards that have a part of each section of the plan, by the section's number.
     """
 
-    def __init__(self, world_size: int, rates: tuple[float, ...] = (), unit: int = 1) -> None:
+    def __init__(self, world_size: int, rates: tuple[float, ...] = (), unit: int = 1, grain: int = 0) -> None:
         self.world_size = world_size
         self.rates = rates if len(rates) > 1 else ()
+        self.grain = grain
         self.shards = max(len(rates), 1)
         self.busy_shards: Mapping[int, int] = {}
         self._unit = unit
@@ -89,20 +89,22 @@ class Table:
 
     def _shares(self, plan: Plan) -> Sequence[Share]:
         if not plan.sections:
-            return share_plan(plan, self.world_size, self.rates, self._unit)
+            return share_plan(plan, self.world_size, self.rates, self._unit, self.grain)
         nothing = whole(layout_of(VACANT.operation, self.world_size), 0, self.shards)
         buckets = [nothing] * len(plan.buckets)
         for section in plan.sections:
             buckets[section.first : section.first + section.size] = share_plan(
-                plan.alone(section), self.world_size, self.rates, self._unit
+                plan.alone(section), self.world_size, self.rates, self._unit, self.grain
             )
         return buckets
 
     def share(self, key: ExchangeKey, operation: Operation) -> Share:
         """Return the share of the exchange ``key``. A bucket must be in the plan."""
-        if self._buckets and key.stream == Stream.BUCKET:
-            return self._buckets[key.part]
-        return share_of(operation, self.world_size, self.rates)
+        if key.stream == Stream.BUCKET:
+            if self._buckets:
+                return self._buckets[key.part]
+            return share_of(operation, self.world_size, self.rates, self.grain, self._unit)
+        return share_of(operation, self.world_size, self.rates, self.grain)
 
     def buckets_of(self, plan: Plan, shard: int) -> dict[int, int]:
         """Return how many buckets of each section ``shard`` has a part of, by its number; ``plan`` was set."""
@@ -124,15 +126,16 @@ def comparable(stated: Sequence[float | None]) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def share_of(operation: Operation, world_size: int, rates: tuple[float, ...]) -> Share:
+def share_of(operation: Operation, world_size: int, rates: tuple[float, ...], grain: int = 0, unit: int = 1) -> Share:
     """Return the share of a collective or a transfer among shards of these ``rates``."""
-    layout = layout_of(operation, world_size)
+    layout = layout_of(operation, world_size, grain, unit)
     if not rates:
         return Share(layout, (0, layout.count))
     if layout.numel * layout.itemsize * layout.replies < SPLIT_BYTES or layout.count == 0:
         return whole(layout, 0, len(rates))
     if operation.kind in IN_PLACE:
-        return _cut_elements(operation, _round(_cumulated(rates), operation.numel, _alignment(operation)))
+        bounds = _round(_cumulated(rates), operation.numel, max(unit, _alignment(operation)))
+        return _cut_elements(operation, bounds, grain, unit)
     return Share(layout, _round(_cumulated(rates), layout.count, 1))
 
 
@@ -141,11 +144,11 @@ def whole(layout: Layout, shard: int, shards: int) -> Share:
     return Share(layout, (0,) * (shard + 1) + (layout.count,) * (shards - shard))
 
 
-def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], unit: int = 1) -> list[Share]:
+def share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], unit: int = 1, grain: int = 0) -> list[Share]:
     """Return the share of each bucket of ``plan`` among shards of these ``rates``."""
     shares: list[Share] = []
     for split in SPLIT_BUCKET_BYTES:
-        shares = _share_plan(plan, world_size, rates, split, unit)
+        shares = _share_plan(plan, world_size, rates, split, unit, grain)
         if evenness(shares, rates) <= EVEN:
             break
     return shares
@@ -159,12 +162,14 @@ def evenness(shares: Sequence[Share], rates: tuple[float, ...]) -> float:
     return max(times) * sum(rates) / total if total else 1.0
 
 
-def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: int, unit: int) -> list[Share]:
+def _share_plan(
+    plan: Plan, world_size: int, rates: tuple[float, ...], split: int, unit: int, grain: int
+) -> list[Share]:
     """Return shares with buckets below ``split`` bytes whole at the least loaded shard, and the others cut to fit."""
     shares: dict[int, Share] = {}
     loads = [0] * len(rates)
     fast = [shard for shard, rate in enumerate(rates) if rate > 0]
-    layouts = [layout_of(bucket.operation, world_size) for bucket in plan.buckets]
+    layouts = [layout_of(bucket.operation, world_size, grain, unit) for bucket in plan.buckets]
     sizes = {part: layout.run_bytes(0, layout.count) for part, layout in enumerate(layouts)}
     for part in sorted((part for part in sizes if sizes[part] < split), key=lambda part: (-sizes[part], part)):
         least = min(fast, key=lambda shard: (loads[shard] + sizes[part]) / rates[shard])
@@ -180,7 +185,7 @@ def _share_plan(plan: Plan, world_size: int, rates: tuple[float, ...], split: in
         exact = [fraction * numel + late / each for fraction, late in zip(fractions, owed, strict=True)]
         bounds = _round([place / numel for place in exact], numel, max(_alignment(bucket.operation), unit))
         owed = [(place - bound) * each for place, bound in zip(exact, bounds, strict=True)]
-        shares[part] = _cut_elements(bucket.operation, bounds)
+        shares[part] = _cut_elements(bucket.operation, bounds, grain, unit)
     return [shares[part] for part in sizes]
 
 
@@ -204,8 +209,8 @@ def _alignment(operation: Operation) -> int:
     return BLOCK if operation.codec.parameter else ALIGNMENT
 
 
-def _cut_elements(operation: Operation, bounds: tuple[int, ...]) -> Share:
-    layout = cut(operation, bounds)
+def _cut_elements(operation: Operation, bounds: tuple[int, ...], grain: int, unit: int) -> Share:
+    layout = cut(operation, bounds, 1, grain, unit)
     return Share(layout, layout.firsts)
 
 

@@ -121,7 +121,7 @@ def header(*values: Any, version: int = PROTOCOL_VERSION) -> bytes:
 
 # ── strangers ─────────────────────────────────────────────────────────────────────────────────────────
 
-NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", ""]
+NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", "", 0.0, 0.0]
 JOIN = Join("crowd", "stranger", -1, 2, 5.0)
 
 STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {

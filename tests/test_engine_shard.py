@@ -67,7 +67,8 @@ from gradserver.protocol.messages import (
     Result,
     Welcome,
 )
-from gradserver.protocol.shards import ALIGNMENT, share_of
+from gradserver.protocol.shards import share_of
+from gradserver.protocol.slicing import ALIGNMENT
 from tests.declarations import built
 from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import LINK, LINKS, ShardedHarness, url_of

@@ -14,7 +14,6 @@ from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.plan_codecs import with_codec
 from gradserver.protocol.shards import (
-    ALIGNMENT,
     EVEN,
     SPLIT_BUCKET_BYTES,
     SPLIT_BYTES,
@@ -23,6 +22,7 @@ from gradserver.protocol.shards import (
     comparable,
     evenness,
 )
+from gradserver.protocol.slicing import ALIGNMENT
 
 DTYPES = (FLOAT32, BY_NAME["float64"], BY_NAME["bfloat16"])
 

@@ -91,7 +91,7 @@ from tests.declarations import ALL_MESSAGES
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)
-NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", ""]
+NO_OFFER = ["auto", "tcp", "", "", "", [], "", "", [], "", "", 0.0, 0.0]
 DEVICE = Device("NVIDIA H100", "GPU-0123", 80 * 1024**3)
 OFFER = Offer("direct", "shm", "node-1", "ab", "2.11.0", ("gloo", "nccl"), "2.27.3", "580.65", (DEVICE,), "", "n:1")
 OPERATION = Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 5, 1)
@@ -407,9 +407,9 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
             "expected one of auto, tcp, .*, got str of length 4",
         ),
         ([header(1, "g", "n", 0, 0, 1.0, ["auto", "tcp", "\x1b[2J", *NO_OFFER[3:]])], "expected printable ASCII of at"),
-        ([header(1, "g", "n", 0, 0, 1.0, NO_OFFER[1:])], "expected the 11 fields of a Offer, got list of length 10"),
+        ([header(1, "g", "n", 0, 0, 1.0, NO_OFFER[1:])], "expected the 13 fields of a Offer, got list of length 12"),
         (
-            [header(1, "g", "n", 0, 0, 1.0, [*NO_OFFER[:8], [["H100", "", 1]] * 17, "", ""])],
+            [header(1, "g", "n", 0, 0, 1.0, [*NO_OFFER[:8], [["H100", "", 1]] * 17, *NO_OFFER[9:]])],
             "a list of at most 16 items",
         ),
     ],

@@ -136,6 +136,7 @@ class Reduce(NamedTuple):
             `gradserver.protocol.messages.Result`); None if it is not wanted.
         measures: for a mean of several contributions, what is to be measured of them; None for nothing.
         repeated: contributions to be compared first, in an audited round; None for none.
+        each: elements of each slice but the last; 0 for slices of the largest size.
     """
 
     group: str
@@ -159,6 +160,7 @@ class Reduce(NamedTuple):
     squares: list[float] | None = None
     measures: Measures | None = None
     repeated: Repeated | None = None
+    each: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,19 @@ from gradserver.engine.records import known_policy
 from gradserver.protocol.checks import integer, number
 from gradserver.protocol.declared import Declared, Family, Field
 from gradserver.protocol.errors import MalformedMessageError
-from gradserver.protocol.fields import Count, EncodedPlan, Flag, MeanRule, Name, Rank, Ranks, Rates, Seconds, Tokens
+from gradserver.protocol.fields import (
+    Count,
+    EncodedPlan,
+    Flag,
+    Grain,
+    MeanRule,
+    Name,
+    Rank,
+    Ranks,
+    Rates,
+    Seconds,
+    Tokens,
+)
 from gradserver.protocol.limits import BACKLOG_BYTES, MAX_COUNTER, MAX_SHARDS
 from gradserver.protocol.means import PLAIN
 
@@ -45,6 +57,7 @@ class OpenGroup(RemoteOrder):
     of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
     membership changes. If control ``grants`` rounds, it says before each which members contribute.
     Gradients are averaged by the rule ``mean``. The share ``audits`` of the rounds is audited.
+    Sizes of slices follow from the ``grain``.
     """
 
     group: Name
@@ -65,6 +78,7 @@ class OpenGroup(RemoteOrder):
     grants: Flag = False
     mean: MeanRule = PLAIN
     audits: Annotated[float, Field(number(0.0, 1.0))] = 0.0
+    grain: Grain = 0
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""

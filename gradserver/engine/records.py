@@ -28,7 +28,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.checks import brief, integer, listed, number, text, unpack
 from gradserver.protocol.declared import nested, several
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
-from gradserver.protocol.fields import Count, EncodedPlan, Flag, MeanRule, Ranks
+from gradserver.protocol.fields import Count, EncodedPlan, Flag, Grain, MeanRule, Ranks
 from gradserver.protocol.limits import (
     MAX_BUCKETS,
     MAX_COUNTER,
@@ -403,12 +403,14 @@ class Closed(Kind):
 class Durable(Kind):
     """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
 
-    ``rates`` are those of its data shards, by which slices are shared; none if there is one only.
+    ``rates`` are those of its data shards, by which slices are shared; none if there is one only. The size of slices
+    follows from the ``grain``.
     """
 
     group: Name
     secret: Annotated[str, Field(text(MAX_TOKEN))]
     rates: Annotated[tuple[float, ...], Field(listed(number(0.0, MAX_RATE), MAX_SHARDS))] = ()
+    grain: Grain = 0
 
 
 @kind(13)

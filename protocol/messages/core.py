@@ -16,6 +16,7 @@ from gradserver.protocol.fields import (
     AnyRank,
     Count,
     Flag,
+    Grain,
     MeanRule,
     OptionalKey,
     Ranks,
@@ -90,6 +91,7 @@ class Welcome(MessageKind):
         staleness: most updates by which a contribution may be late; -1 for no limit, and in mode "sync".
         damping: factor of stale contributions: "none" or "inverse".
         places: the largest number of members; their ids are below. 0 if that is not known.
+        grain: size of slices; 0 for slices as large as they may be (`gradserver.protocol.slicing`).
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -120,6 +122,7 @@ class Welcome(MessageKind):
     staleness: Annotated[int, Field(integer(-1, MAX_STALENESS))] = -1
     damping: Text = "none"
     places: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))] = 0
+    grain: Grain = 0
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:

@@ -92,7 +92,7 @@ class Exchanges:
 
     def welcomed(self, welcome: Welcome) -> None:
         """Begin with as many data shards and members as the coordinator says."""
-        self.table = Table(len(welcome.names), welcome.rates, welcome.mean.unit)
+        self.table = Table(len(welcome.names), welcome.rates, welcome.mean.unit, welcome.grain)
         self.shards = [ShardTraffic(number) for number in range(len(welcome.shards) + 1)]
 
     def agreed(self, plan: Plan, kept: Collection[int]) -> None:

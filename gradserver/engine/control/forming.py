@@ -145,9 +145,10 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
     """Make members of all applicants, open the group at all data halves, and welcome every member."""
     founders = _choose_members(registry, group, effects)
     registry.has_begun(group)
-    order = registry.opening(group, founders, group.shards.tokens)
     group.begin_planes(group.members.by_id)
     is_told = group.choose_plane()
+    registry.roster.slice(group)
+    order = registry.opening(group, founders, group.shards.tokens)
     journal.founded(group, effects)
     payloads = pack_offers(group.planes.offers_of(group.members.by_id))
     for place in range(len(group.shards.connections)):

@@ -45,7 +45,8 @@ def founded(group: Group, effects: Effects) -> None:
     if group.is_durable and group.origin is not None:
         _first(group, Subgroup(group.name, group.origin.parent, group.origin.member_ids), effects)
     if group.is_durable:
-        _first(group, Durable(group.name, group.sessions.secret, group.shards.table.rates), effects)
+        table = group.shards.table
+        _first(group, Durable(group.name, group.sessions.secret, table.rates, table.grain), effects)
     _policies(group, effects)
     members(group, f"complete with {group.members.world} workers", effects)
 

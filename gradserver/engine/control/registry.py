@@ -166,6 +166,7 @@ class Registry:
             steady=is_steady(group),
             mean=policy.mean,
             audits=policy.audit.share,
+            grain=group.shards.table.grain,
         )
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:

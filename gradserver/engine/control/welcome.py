@@ -52,5 +52,6 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         staleness=-1 if group.policy.mode.staleness is None else group.policy.mode.staleness,
         damping=str(group.policy.mode.damping),
         places=group.policy.maximum,
+        grain=group.shards.table.grain,
         offers=group.planes.offers_of(present),
     )

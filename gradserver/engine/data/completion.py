@@ -84,10 +84,23 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
     where = group.order.group, group.order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], nbytes, numel
     reduction = Reduce(
-        *where, *what, memory, contributions, targets, keep, digests, nonfinite, 0, (), spans, mean, squares, measures
+        *where,
+        *what,
+        memory,
+        contributions,
+        targets,
+        keep,
+        digests,
+        nonfinite,
+        0,
+        (),
+        spans,
+        mean,
+        squares,
+        measures,
+        repeated,
+        layout.step,
     )
-    if repeated is not None:
-        reduction = reduction._replace(repeated=repeated)
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)

@@ -88,7 +88,7 @@ class Data:
                 places = Identities(
                     member.name for member in founders
                 )  # some may be vacant: no record is left of an earlier member
-                table = Table(len(places.present), order.rates, order.mean.unit)
+                table = Table(len(places.present), order.rates, order.mean.unit, order.grain)
                 members = Members(places, connections, list(order.tokens), epoch)
                 group = self.groups[name] = Group(order, table, members)
                 for member_id, connection in enumerate(connections):
