@@ -94,6 +94,8 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.exchange.SLICE_BYTES", size)
         patch.setattr("gradserver.protocol.exchange.MIN_SLICE_COST", smallest_cost)
+        patch.setattr("gradserver.protocol.exchange.ALIGNMENT", 1)
+        patch.setattr("gradserver.protocol.slicing.LEAST_BYTES", 1)
         patch.setattr("gradserver.protocol.exchange.SHARED_SLICE_COST", 0)
         patch.setattr("gradserver.engine.data.traffic.SLICE_BYTES", size)
         patch.setattr("gradserver.engine.data.group.SLICE_BYTES", size)

@@ -42,6 +42,8 @@ from tests.sharded_crash_harness import LINK, Processes, ShardLostError
 URL = "tcp://10.0.0.1:7411"
 SLICE = 64
 """Bytes of a slice: eight elements of float64, or eight frames of objects."""
+GRAINS = (0, 2, 16, 60)
+"""What sizes of slices follow from: slices are as large as they may be, or smaller."""
 PART = 256
 """Bytes of a part of a state that a learner gets."""
 LIMIT = 600.0
@@ -114,6 +116,10 @@ class Wire:
         line = self._world.connect(url, len(self.lines))
         line.receiver = receiver
         self.lines.append(line)
+
+    def probe(self, _payloads: Sequence[Buffer], _timeout: float) -> bool:
+        """Send bytes that mean nothing. Links of this world have no rate: nothing is answered."""
+        return False
 
     def send(self, message: Message, payloads: Sequence[Buffer] = (), shard: int = 0, branch: int = 0) -> None:
         """Send a message. If the other end is gone, that is noticed or not."""
@@ -294,6 +300,7 @@ class World:
     Attributes:
         now: the time.
         random: all chance.
+        grain: what the size of slices follows from.
         crashes: the times at which the coordinator was lost.
         losses: the times at which anything was lost or broke.
         ends: the time at which each round was first written.
@@ -310,6 +317,7 @@ class World:
         preemption: float = 0.0,
     ) -> None:
         self.random = random.Random(seed)
+        self.grain = GRAINS[seed % len(GRAINS)]
         self.scheduler = Scheduler(self.random, preemption)
         self.harness = Hosts({"default": policy}, lazy=True, rates=tuple(rates))
         self.wires: list[Wire] = []
@@ -623,6 +631,7 @@ class World:
 def real_code() -> Iterator[None]:
     """Give the workers' modules fibers and wires, in place of threads and sockets; and small slices."""
     with small_slices(SLICE), fibers.patched(MODULES) as patch:
+        patch.setattr("gradserver.engine.control.roster.grain_for", lambda *_: World.running[-1].grain)
         patch.setattr("gradserver.worker.collectives.uneven.SLICE_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (2 * SLICE, SLICE, SLICE))

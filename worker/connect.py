@@ -40,6 +40,7 @@ from gradserver.worker.offer import LOCAL_VARIABLES, offer_of
 from gradserver.worker.session import Session, ShardReceiver
 from gradserver.worker.transport.farewell import Farewell
 from gradserver.worker.transport.greeting import takes_no_workers
+from gradserver.worker.transport.probing import Link, measure
 from gradserver.worker.transport.reconnect import ReconnectingChannel
 from gradserver.worker.transport.tcp import TcpChannel
 
@@ -238,7 +239,9 @@ def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
         session = Session(connection, join.timeout)
         try:
             way = SHM if connection.on_this_host and wish.channel != TCP else TCP
-            offer, store = with_store(join.offer._replace(channel=way), url)
+            link = Link() if connection.on_this_host else measure(connection)
+            offer = join.offer._replace(channel=way, rate=link.rate, trip=link.trip)
+            offer, store = with_store(offer, url)
             session.on_end(partial(id, store))  # it holds what members meet at for as long as the membership lasts
             joining = session.join(replace(join, offer=offer))
             connection.ask()

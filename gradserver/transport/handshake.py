@@ -5,6 +5,7 @@ A message passes, in this order:
     limits     `.traffic` counts the messages and bytes of each stranger
     numbers    `Strangers`: the first message is number 1. A message without a number is a visitor's
     version    `gradserver.protocol.wire` reads it from each header
+    probes     messages that measure the link are answered, and forgotten
     role       `ROLES`, by the type of the message. A new kind of peer is one more row there
     hold       workers wait while the server is not complete
     key        the engine, which makes the keys, compares the field that the role names
@@ -35,7 +36,7 @@ import zmq
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, UnexpectedMessageError
-from gradserver.protocol.messages import Attend, Enlist, Failure, Join, Message, Ping, Scope
+from gradserver.protocol.messages import Attend, Enlist, Failure, Join, Message, Ping, Probed, Scope
 from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.numbers import Frames, Numbers, split
 from gradserver.protocol.wire import encode
@@ -195,6 +196,13 @@ class Handshake:
             # A Ping follows each Join. When the Join was refused, the log says so already.
             self.turn_away(identity, error, logging.DEBUG if type(message) is Ping else logging.INFO)
         return role
+
+    def take_probe(self, identity: bytes, frames: Sequence[Buffer], last: bool) -> None:
+        """Take a message of a stranger that measures its link, and answer the ``last`` one."""
+        if (saying := self._connections.stranger(identity)) is not None:
+            saying.probe(sum(map(len, frames)))
+        if last:
+            self._route(identity, encode(Probed()))
 
     def hold(self) -> None:
         """Let strangers with a role that waits wait from now on, until `release`."""

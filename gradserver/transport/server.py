@@ -32,6 +32,7 @@ from gradserver.protocol.messages import (
     Ping,
     Place,
     Present,
+    Probe,
     Push,
     Reported,
     Scope,
@@ -315,6 +316,8 @@ class TcpServer:
         if type(message) is StatusRequest:
             if peer is None or self._may_go_on(peer, _STATUS_COST):
                 self.route(identity, encode(Status()), [self._current_status()])
+        elif peer is None and type(message) is Probe:
+            self._handshake.take_probe(identity, frames, message.last)
         elif peer is None:
             self._shake(identity, message, payloads, frames)
         elif number:

@@ -10,6 +10,7 @@ shutdown(2), and libzmq then acts as on any connection that breaks.
     of          what is limited                                      limit
     ──────────  ───────────────────────────────────────────────────  ─────────────────────────────────────────────────
     a stranger  bytes that it says on a connection, in all           STRANGERS_BYTES; STRANGERS_TALK if in many messages
+                messages with bytes that do not count                STRANGERS_PROBES
                 messages that it says on a connection                STRANGERS_MESSAGES, and STRANGERS_RATE each second
                 bytes that it leaves unread                          STRANGERS_UNREAD
     strangers   bytes that they have said, together                  ALL_STRANGERS_BYTES
@@ -45,6 +46,7 @@ log = logging.getLogger("gradserver")
 STRANGERS_BYTES: Final = 5 * MIB // 4
 STRANGERS_TALK: Final = 256 * KIB
 STRANGERS_MESSAGES: Final = 1024
+STRANGERS_PROBES: Final = 32
 STRANGERS_RATE: Final = 50.0
 STRANGERS_UNREAD: Final = 8 * MIB
 ALL_STRANGERS_BYTES: Final = 16 * MIB
@@ -198,11 +200,11 @@ class Saying:
         traffic: its connection, if it is that which has its descriptor now; certain if it can be answered.
     """
 
-    __slots__ = ("_most", "_said", "over", "since", "traffic")
+    __slots__ = ("_most", "_probes", "_said", "over", "since", "traffic")
 
     def __init__(self, traffic: Traffic, messages: int, since: float) -> None:
         self.traffic, self.since = traffic, since
-        self._most, self._said = messages, 0
+        self._most, self._said, self._probes = messages, 0, 0
         self.over = False
         """True once the stranger has said too much: all that still comes from it is dropped."""
 
@@ -213,6 +215,12 @@ class Saying:
             return False
         looks = self._said % _TALK_LOOKS == 0 and self.traffic.parted is None and self.traffic.measure(now)
         return not (looks and self.traffic.untaken > STRANGERS_TALK)
+
+    def probe(self, size: int) -> None:
+        """Count a message that measures the link. The bytes of the first ones count as a member's: they are gone."""
+        self._probes += 1
+        if self._probes <= STRANGERS_PROBES:
+            self.traffic.taken += size
 
 
 class Connections:

@@ -5,6 +5,8 @@ there are two for every slice, and a named tuple is made in a sixth of the time.
 and a place at its receiver: a row in the table of control (`gradserver.engine.control.machine`), or a `case`.
 
 worker                                  coordinator
+  Probe + bytes ─────────────────────────► some times, to measure the link
+  ◄────────────────────────────────────── Probed
   Join ──────────────────────────────────► waits until the group is complete
   ◄────────────────────────────────────── Welcome (or Failure)
   Attend ────────────────────────────────► to every further data shard, with the token that the Welcome brought
@@ -72,6 +74,8 @@ from gradserver.protocol.messages.core import (
     Notice,
     Ping,
     Present,
+    Probe,
+    Probed,
     Scope,
     Status,
     StatusRequest,

@@ -26,7 +26,7 @@ from gradserver.protocol.fields import (
     Texts,
     Token,
 )
-from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_STALENESS, MAX_TEXT, MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_STALENESS, MAX_TEXT, MAX_WORLD_SIZE, PROBE_BYTES
 from gradserver.protocol.means import PLAIN
 from gradserver.protocol.message_family import MessageKind, Payloads, message
 from gradserver.protocol.offers import UNTOLD, Offer, OneOffer, PlaneName, unpack_offers
@@ -128,6 +128,20 @@ class Welcome(MessageKind):
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:
         """Return the message with the offers that came in its payload."""
         return replace(self, offers=unpack_offers(payloads)) if payloads else self
+
+
+@message(51, Payloads.optional(PROBE_BYTES))
+@dataclass(frozen=True, slots=True)
+class Probe(MessageKind):
+    """Bytes that mean nothing, of a worker that measures its link before it joins. The ``last`` one is answered."""
+
+    last: Flag = False
+
+
+@message(52)
+@dataclass(frozen=True, slots=True)
+class Probed(MessageKind):
+    """The answer, when all of them have come."""
 
 
 # ── connections, and liveness ─────────────────────────────────────────────────────────────────────────

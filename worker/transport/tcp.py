@@ -40,7 +40,18 @@ from gradserver.protocol.errors import (
     GradServerError,
     ProtocolError,
 )
-from gradserver.protocol.messages import BePresent, Failure, MemoryAt, Message, Ping, Place, Scope, ShareMemory
+from gradserver.protocol.messages import (
+    BePresent,
+    Failure,
+    MemoryAt,
+    Message,
+    Ping,
+    Place,
+    Probe,
+    Probed,
+    Scope,
+    ShareMemory,
+)
 from gradserver.protocol.transport.branches import MARK, branch_of, on_branch
 from gradserver.protocol.transport.dealer import PING_SECONDS
 from gradserver.protocol.transport.reach import wait_for_listener
@@ -111,9 +122,9 @@ class TcpChannel:
         self._watched = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._watch, name="gradserver-tcp", daemon=True)
         self._memory: SharedMemory | None = None
-        self._memory_at: MemoryAt | None = None
+        self._answer: MemoryAt | Probed | None = None
         self._asking: threading.Lock | None = None
-        """Lock of the thread that asks where memory can be shared. Released when that is known, or never will be."""
+        """Lock of the thread that asks something of the connection. Released when that is known, or never will be."""
 
     def attach(self, receiver: Receiver) -> None:
         """Hand messages that come in to ``receiver``, in the thread that reads."""
@@ -236,14 +247,27 @@ class TcpChannel:
 
     def _ask_for_memory(self, shard: int, timeout: float) -> tuple[str, str]:
         """Return the address at which a shard takes memory, and the token for it."""
-        self._memory_at = None
+        answer = self._question(ShareMemory(), (), shard, timeout)
+        if not isinstance(answer, MemoryAt):
+            raise BackendUnavailableError("the coordinator does not say whether it shares memory")
+        return answer.address, answer.token
+
+    def _question(
+        self, message: Message, payloads: Sequence[Buffer], shard: int, timeout: float
+    ) -> MemoryAt | Probed | None:
+        """Send a message that the transport of the other side answers. Return the answer; None if there is none."""
+        self._answer = None
         self._asking = asking = threading.Lock()
         asking.acquire()
         with contextlib.suppress(ClosedError, ConnectionLostError):  # the next caller gets these, and handles them
-            self.send(ShareMemory(), (), shard)
-        if self._closing or not self.wait(asking, timeout) or self._memory_at is None:
-            raise BackendUnavailableError("the coordinator does not say whether it shares memory")
-        return self._memory_at.address, self._memory_at.token
+            self.send(message, payloads, shard)
+        return None if self._closing or not self.wait(asking, timeout) else self._answer
+
+    def probe(self, payloads: Sequence[Buffer], timeout: float) -> bool:
+        """Send bytes that mean nothing, before this worker joins. Return True when all have come."""
+        for payload in payloads:
+            self.send(Probe(), (payload,))
+        return self._question(Probe(True), (), 0, timeout) is not None
 
     @property
     def kind(self) -> str:
@@ -262,10 +286,10 @@ class TcpChannel:
         """Return the place of ``data`` in memory that ``shard`` sees too; None if it is elsewhere."""
         return self._memory.place_of(data) if self._memory is not None and self._lines[shard].shares else None
 
-    def _heard_of_memory(self, answer: MemoryAt | None) -> None:
+    def _answered(self, answer: MemoryAt | Probed | None) -> None:
         asking, self._asking = self._asking, None
         if asking is not None:
-            self._memory_at = answer
+            self._answer = answer
             asking.release()
 
     # ── sending ───────────────────────────────────────────────────────────────────────────────────────
@@ -402,7 +426,7 @@ class TcpChannel:
                     line.give_up()
             if self._lines[0].receiver is not None:
                 self._lines[0].receiver.lost(error)
-            self._heard_of_memory(None)
+            self._answered(None)
         return happened
 
     def _wait(self, timeout: float | None) -> None:
@@ -497,14 +521,16 @@ class TcpChannel:
         if number:
             if (branch := self._branches.get(number)) is not None:
                 branch.hear(line.number, message, payloads)
-        elif type(message) is MemoryAt:
-            self._heard_of_memory(message)
+        elif isinstance(message, (MemoryAt, Probed)):
+            self._answered(message)
         elif type(message) is BePresent:
             line.light_beacon(message, partial(self.send, shard=line.number))
         elif type(message) is Failure and message.scope is Scope.CONNECTION and message.error == _LOST:
             raise ConnectionLostError(message.text)  # the other side has noticed it
         else:
             line.receiver.receive(message, payloads)
+            if type(message) is Failure:
+                self._answered(None)
 
     def _check_connection(self, line: Line) -> None:
         """Raise ConnectionLostError if the monitor says so, after taking in what arrived before the end."""
@@ -532,7 +558,7 @@ class TcpChannel:
             closed, self._closed = self._closed, True
         if closed:
             return
-        self._heard_of_memory(None)
+        self._answered(None)
         self._wake()
         self._watched.release()
         current = threading.current_thread()

@@ -6,7 +6,7 @@ It is decided once, when the group begins: a push names no membership, so slices
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean
+from statistics import median_low
 from typing import Final
 
 from gradserver.protocol.offers import Offer
@@ -24,7 +24,7 @@ def grain_for(offers: Iterable[Offer], stated: Sequence[float | None]) -> int:
     """
     remote = [offer.rate for offer in offers if offer.channel == TCP]
     measured = [rate for rate in remote if rate > 0]
-    rates = [fmean(measured) * len(remote)] if measured else []
+    rates = [median_low(measured) * len(remote)] if measured else []
     known = [rate for rate in stated if rate is not None]
     if len(known) == len(stated):
         rates.append(sum(known))
