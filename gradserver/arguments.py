@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIB
+from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_RATE, MAX_WORLD_SIZE, MIB
 
 if TYPE_CHECKING:
     from gradserver.engine.policy import Policy
@@ -148,6 +148,16 @@ def size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: a number and KiB, MiB, GiB or TiB, such as 500MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+_BITS: Final = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
+
+
+def rate(text: str) -> float:
+    """Parse the rate of a link, such as ``200mbit``, as Gbit/s; a number without a unit is of these."""
+    match = re.fullmatch(r"(.+?) ?([kmg]bit)", text.lower())
+    value, unit = (text, 1.0) if match is None else (match[1], _BITS[match[2]])
+    return number(float, 0, MAX_RATE / unit, "a rate in Gbit/s (or with a unit: 200mbit)", "{:g} to {:g}")(value) * unit
 
 
 def sync(text: str) -> float | None:

@@ -11,8 +11,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from gradserver.arguments import audit, mean, mebibytes, names, number, quorum, seconds, size, sync, url, workers_of
-from gradserver.protocol.limits import MAX_RATE, MAX_SHARDS, MAX_STALENESS, MAX_TIMEOUT, MAX_WORLD_SIZE, ROUND_TIMEOUT
+from gradserver.arguments import (
+    audit,
+    mean,
+    mebibytes,
+    names,
+    number,
+    quorum,
+    rate,
+    seconds,
+    size,
+    sync,
+    url,
+    workers_of,
+)
+from gradserver.protocol.limits import MAX_SHARDS, MAX_STALENESS, MAX_TIMEOUT, MAX_WORLD_SIZE, ROUND_TIMEOUT
 from gradserver.protocol.planes import WISHES
 
 DEFAULT_BIND: Final = "tcp://127.0.0.1:7411"
@@ -85,7 +98,14 @@ GENERAL: Final = (
         default=DEFAULT_BIND,
         of=Of.BOTH,
     ),
-    Option("credit", "limit of the MiB that one worker has in flight", mebibytes, "MIB", default="16"),
+    Option(
+        "credit",
+        "limit of the MiB that one worker has in flight. On slow links it has what they carry in 0.1 s, and 2 MiB or "
+        "more",
+        mebibytes,
+        "MIB",
+        default="16",
+    ),
     Option("quiet", "log warnings only", of=Of.BOTH),
     Option(
         "nonfinite",
@@ -326,10 +346,11 @@ SHARDS: Final = (
     ),
     Option(
         "rate",
-        "rate of this machine's link in Gbit/s. Data shards get slices in proportion to their rates; a coordinator "
-        "with 0 gets only small ones (default: all shards alike)",
-        number(float, 0, MAX_RATE, "a rate in Gbit/s", "{:g} to {:g}"),
-        "GBIT",
+        "rate of this machine's link in Gbit/s, or with a unit, such as 200mbit. Data shards get slices in proportion "
+        "to their rates; a coordinator with 0 gets only small ones (default: all shards alike). The slower all links "
+        "are together, the smaller are slices. Workers measure their own when they join",
+        rate,
+        "RATE",
         of=Of.BOTH,
     ),
 )

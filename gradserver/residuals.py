@@ -62,7 +62,7 @@ class Residuals:
     def take(self, record: Kind) -> None:
         """Note a record that was written."""
         match record:
-            case Durable(group, _, rates, grain):
+            case Durable(group, _, rates, grain, _):
                 if not rates:  # with several shards only some would be kept
                     self._durable[group] = grain
             case Closed(group):

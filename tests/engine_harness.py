@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,19 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
         finally:
             for cached in (layout_of, share_of):
                 cached.cache_clear()
+
+
+GRAINS: Final = (0, 1, 3, 12)
+"""What sizes of slices follow from: slices are as large as they may be, or smaller."""
+
+
+@contextmanager
+def grain_of(seed: int) -> Iterator[int]:
+    """Choose what the sizes of slices follow from, in groups that begin meanwhile."""
+    grain = GRAINS[seed % len(GRAINS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradserver.engine.control.registry.grain_for", lambda *_: grain)
+        yield grain
 
 
 def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:

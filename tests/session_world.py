@@ -631,7 +631,7 @@ class World:
 def real_code() -> Iterator[None]:
     """Give the workers' modules fibers and wires, in place of threads and sockets; and small slices."""
     with small_slices(SLICE), fibers.patched(MODULES) as patch:
-        patch.setattr("gradserver.engine.control.roster.grain_for", lambda *_: World.running[-1].grain)
+        patch.setattr("gradserver.engine.control.registry.grain_for", lambda *_: World.running[-1].grain)
         patch.setattr("gradserver.worker.collectives.uneven.SLICE_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BYTES", SLICE)
         patch.setattr("gradserver.protocol.shards.SPLIT_BUCKET_BYTES", (2 * SLICE, SLICE, SLICE))

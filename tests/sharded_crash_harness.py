@@ -51,7 +51,7 @@ from gradserver.protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Giver, Member, Step, state
-from tests.engine_harness import TIMEOUT, Task, proposal, reference
+from tests.engine_harness import TIMEOUT, Task, grain_of, proposal, reference
 
 LINK = 1
 """A shard's connection to the coordinator."""
@@ -369,8 +369,9 @@ class Sharded(Crashing):
             self.harness.start_shard()
         self.settle()
         lines = {member_id: self.harness.number() for member_id in range(world)}
-        for member_id, line in lines.items():
-            self.harness.feed(Received(line, Join("default", f"w{member_id}", member_id, world, TIMEOUT)))
+        with grain_of(seed) as self.grain:
+            for member_id, line in lines.items():
+                self.harness.feed(Received(line, Join("default", f"w{member_id}", member_id, world, TIMEOUT)))
         member_ids = tuple(range(world))
         for member_id, line in lines.items():
             ((welcome, _),) = self.harness.waiting.pop(line)
@@ -416,7 +417,7 @@ class Sharded(Crashing):
         """Return the shares of its slices."""
         world = max(len(self.members), 1)
         if world not in self.tables:
-            self.tables[world] = Table(world, self.rates)
+            self.tables[world] = Table(world, self.rates, grain=self.grain)
             self.tables[world].set_plan(self.plan)
         return self.tables[world].share(task.key, task.operation)
 

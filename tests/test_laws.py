@@ -33,7 +33,7 @@ from gradserver.worker.collectives.arguments import ReductionName
 from gradserver.worker.handle import Handle
 from gradserver.worker.session import Session
 from tests.cluster import AMONG_MEMBERS, Program, joined, members, together
-from tests.engine_harness import small_slices
+from tests.engine_harness import grain_of, small_slices
 from tests.examples import examples
 
 Array = np.ndarray[Any, Any]
@@ -266,16 +266,18 @@ def run(network: Network, given: list[list[list[Array]]], chance: random.Random)
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     world_size=st.integers(2, 4),
     spare=st.integers(0, 40),
+    slice_bytes=st.sampled_from([8, 32]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=examples(20))
-def test_every_schedule_comes_to_the_same_end(sizes: list[int], world_size: int, spare: int, seed: int) -> None:
+def test_every_schedule_comes_to_the_same_end(
+    sizes: list[int], world_size: int, spare: int, slice_bytes: int, seed: int
+) -> None:
     plan = simple_plan([(f"b{index}", size) for index, size in enumerate(sizes)], FLOAT32)
     given = [[contributions("float32", size, world_size, seed=n) for n, size in enumerate(sizes, r)] for r in (0, 10)]
     chance = random.Random(seed)
-    slice_bytes = 8
 
-    with small_slices(slice_bytes):
+    with small_slices(slice_bytes), grain_of(seed):
         ends = []
         for _ in range(2):
             network = Network(world_size, 2 * slice_bytes + spare, chance)

@@ -41,6 +41,7 @@ from tests.engine_harness import (
     all_reduce,
     bucket,
     collective,
+    grain_of,
     part_of,
     plan_of,
     reference,
@@ -203,10 +204,11 @@ class Cluster:
         self.plan = plan_of(*scenario.buckets)
         worlds: dict[str, int | Policy] = {"default": policy or scenario.world}
         self.harness = ShardedHarness(worlds, credit, lazy=True, rates=rates, nonfinite=nonfinite)
-        self.harness.assemble(scenario.world, self.plan)
+        with grain_of(seed) as grain:
+            self.harness.assemble(scenario.world, self.plan)
         self.harness.slow = True
         self.random = random.Random(seed)
-        self.table = Table(scenario.world, rates)
+        self.table = Table(scenario.world, rates, grain=grain)
         self.table.set_plan(self.plan)
         self.steps = 0
         self.at: dict[int, Callable[[], object]] = {}

@@ -404,13 +404,14 @@ class Durable(Kind):
     """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
 
     ``rates`` are those of its data shards, by which slices are shared; none if there is one only. The size of slices
-    follows from the ``grain``.
+    follows from the ``grain``, and ``credit`` is what each member may have in flight.
     """
 
     group: Name
     secret: Annotated[str, Field(text(MAX_TOKEN))]
     rates: Annotated[tuple[float, ...], Field(listed(number(0.0, MAX_RATE), MAX_SHARDS))] = ()
     grain: Grain = 0
+    credit: Count = 0
 
 
 @kind(13)

@@ -147,7 +147,7 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
     registry.has_begun(group)
     group.begin_planes(group.members.by_id)
     is_told = group.choose_plane()
-    registry.roster.slice(group)
+    registry.suit_links(group)
     order = registry.opening(group, founders, group.shards.tokens)
     journal.founded(group, effects)
     payloads = pack_offers(group.planes.offers_of(group.members.by_id))
@@ -155,7 +155,7 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
         group.shards.order_one(place, replace(order, shard=place + 1), effects)
     for place, member in group.members.by_id.items():
         token = group.shards.tokens[place] if group.shards.tokens else ""
-        welcome = welcome_to(group, place, token, registry.credit, registry.incarnation)
+        welcome = welcome_to(group, place, token, registry.incarnation)
         effects.send(member.connection, welcome, payloads)
     count, shards = len(group.members.by_id), f", {len(order.rates)} data shards" if order.rates else ""
     workers = "1 worker" if count == 1 else f"{count} workers"

@@ -33,11 +33,11 @@ from gradserver.protocol.plan_changes import first_difference
 # ── what they say and are told ────────────────────────────────────────────────────────────────────────
 
 
-def welcome(group: Group, member_id: int, credit: int, incarnation: int, effects: Effects) -> None:
+def welcome(group: Group, member_id: int, incarnation: int, effects: Effects) -> None:
     """Welcome a learner that all shards know."""
     learner = group.learners.by_id.get(member_id)
     if learner is not None and happens(learner, Event.KNOWN).next is not None:
-        message = welcome_to(group, member_id, learner.token, credit, incarnation)
+        message = welcome_to(group, member_id, learner.token, incarnation)
         effects.send(learner.connection, message, pack_offers(message.offers))
 
 

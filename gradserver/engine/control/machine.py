@@ -220,7 +220,7 @@ RULES: Final = (
     ),
     Rule(
         lambda _, group: group.configuration.can_tell,
-        lambda registry, group, effects: rounds.tell_applied(group, registry.credit, registry.incarnation, effects),
+        lambda registry, group, effects: rounds.tell_applied(group, registry.incarnation, effects),
         "All shards go by the next change of the membership.",
         "Membership to every member, or Welcome to the learner.",
     ),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
+from gradserver.engine.control.links import credit_for, grain_for
 from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.roster import Roster
 from gradserver.engine.control.rounds import is_steady
@@ -25,7 +26,7 @@ class Registry:
     Args:
         worlds: sizes of groups that the coordinator was told; of an elastic one the policy. `OTHERS` stands
             for all that are not named.
-        credit: bytes that one worker may have in flight.
+        credit: bytes that one worker may have in flight, at most.
         entropy: gives text that cannot be guessed; without it no data shards are taken.
         rate: of this process's link in Gbit/s; None if unknown.
         digests: whether data halves hash what they sum.
@@ -151,7 +152,7 @@ class Registry:
             group.name,
             group.members.founded,
             founders,
-            self.credit,
+            group.credit,
             group.round_timeout,
             rates=group.shards.table.rates,
             shard=shard,
@@ -168,6 +169,12 @@ class Registry:
             audits=policy.audit.share,
             grain=group.shards.table.grain,
         )
+
+    def suit_links(self, group: Group) -> None:
+        """Choose what the links of a group decide: the size of its slices, and its members' credit."""
+        offers = group.planes.offers_of(group.members.by_id)
+        group.shards.table.grain = grain_for(offers, self.roster.rates_of(group))
+        group.set_credit(credit_for(offers, self.credit))
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:
         """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""

@@ -213,6 +213,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     _restore_planes(group, found, latest.epoch)
     table = Table(len(latest.members), durable.rates, policy.mean.unit, durable.grain)
     group.shards.restore(table, max(len(durable.rates) - 1, 0))
+    group.set_credit(durable.credit or registry.credit)
     group.recovery.restore(lacks_shards=bool(group.shards))
     group.sessions.open(durable.secret)
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)

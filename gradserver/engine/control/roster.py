@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 
 from gradserver.engine.control.access import OPEN, Access
 from gradserver.engine.control.group import Group
-from gradserver.engine.control.links import grain_for
 from gradserver.engine.control.names import check_name
 from gradserver.engine.effects import Effects
 from gradserver.protocol.errors import (
@@ -82,10 +81,10 @@ class Roster:
             member_ids = range(group.members.world)
             group.shards.set_tokens([group.token(member_id) if durable else entropy() for member_id in member_ids])
 
-    def slice(self, group: Group) -> None:
-        """Choose the size of the slices of ``group``, which has its members and shards."""
-        shards = [None if one not in self.shards else self.shards[one].rate for one in group.shards.connections]
-        group.shards.table.grain = grain_for(group.planes.offers_of(group.members.by_id), [self._rate, *shards])
+    def rates_of(self, group: Group) -> list[float | None]:
+        """Return the rates of the shards of ``group`` in Gbit/s, this process's first; None for one that is unknown."""
+        connections = group.shards.connections
+        return [self._rate, *(self.shards[one].rate if one in self.shards else None for one in connections)]
 
     @property
     def enlisted(self) -> int:

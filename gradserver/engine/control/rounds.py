@@ -109,7 +109,7 @@ def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]
     return {member_id: found for member_id, found in given.items() if sum(slices for _, slices in found) < whole}
 
 
-def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) -> None:
+def tell_applied(group: Group, incarnation: int, effects: Effects) -> None:
     """Tell members and learners of the first change that all shards go by.
 
     A member that goes by an epoch may thus say so to any shard.
@@ -120,7 +120,7 @@ def tell_applied(group: Group, credit: int, incarnation: int, effects: Effects) 
         for member_id, member in group.members.by_id.items():
             if member_id in news.member_ids:
                 effects.announce(member.connection, news, payloads)
-    learners.welcome(group, change.member_id, credit, incarnation, effects)
+    learners.welcome(group, change.member_id, incarnation, effects)
 
 
 def is_at_boundary(group: Group) -> bool:

@@ -108,7 +108,7 @@ def welcome_again(registry: Registry, group: Group, member_id: int, connection: 
         raise group.broken.again()
     if not group.is_inside(member_id):
         raise group.left_out(member_id, "its connection broke, and it did not come back")
-    welcome = welcome_to(group, member_id, "", registry.credit, registry.incarnation)
+    welcome = welcome_to(group, member_id, "", registry.incarnation)
     effects.send(connection, welcome, pack_offers(welcome.offers))
     effects.close(connection)
 

@@ -14,7 +14,7 @@ def tell_agreed(connection: int, plan: Plan, section: Section, first_round: int,
     effects.send(connection, message, (plan.encoded,) if plan.sections else ())
 
 
-def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnation: int) -> Welcome:
+def welcome_to(group: Group, member_id: int, token: str, incarnation: int) -> Welcome:
     """``token`` is for data shards. In a durable group it follows from the group's secret, and is for Resume, too.
 
     A worker that is not a member yet gets the ids, names and rank that are to be.
@@ -28,7 +28,7 @@ def welcome_to(group: Group, member_id: int, token: str, credit: int, incarnatio
         group.name,
         present.index(member_id),
         group.members.epoch,
-        credit,
+        group.credit,
         names=tuple(names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,
