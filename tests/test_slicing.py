@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.commands import Contribution, Digests, Memory, Reduce
-from gradserver.engine.control.links import grain_for
 from gradserver.engine.records import Durable, Plan as PlanRecord
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.codecs.base import BLOCK
@@ -19,7 +18,6 @@ from gradserver.protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
 from gradserver.protocol.exchange import ExchangeKey, Kind as Exchanged, Layout, Op, Operation, Stream, layout_of
 from gradserver.protocol.limits import KIB, MAX_NUMEL, MIB, SLICE_BYTES
 from gradserver.protocol.means import mean_of
-from gradserver.protocol.offers import THREAD, Offer
 from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.protocol.plan_codecs import with_codec
 from gradserver.protocol.shards import Table
@@ -105,37 +103,6 @@ def test_other_operations_are_cut_as_ever(kind: Exchanged) -> None:
     operation = Operation(kind, Op.NONE, FLOAT32, 240_000)
 
     assert layout_of(operation, 3, grain_of(GBIT)) == layout_of(operation, 3)
-
-
-# ── what the grain follows from ───────────────────────────────────────────────────────────────────────
-
-
-def offer(rate: float, channel: str = "tcp") -> Offer:
-    return Offer(channel=channel, rate=rate)
-
-
-@pytest.mark.parametrize(
-    ("offers", "stated", "gbit"),
-    [
-        ([offer(1.0)] * 4, [None], 4.0),
-        ([offer(1.0)] * 4, [2.0], 2.0),  # the coordinator's own link is less
-        ([offer(1.0)] * 4, [40.0], 4.0),
-        ([offer(0.0)] * 4, [4.0], 4.0),
-        ([offer(1.0), offer(0.0), offer(1.1), offer(9.0)], [None], 4.4),  # half of them are as fast, or faster
-        ([offer(1.0)] * 4, [0.0, None, None], 2.0),  # two data shards, each of which gets a half
-        ([offer(0.0)] * 4, [1.0, 2.0], 1.5),
-        ([offer(1.0), offer(0.0, "shm")], [None], 1.0),
-        ([offer(0.0)] * 4, [None], 0.0),
-        ([offer(0.0)] * 4, [1.0, None], 0.0),
-        ([offer(0.0, "shm")] * 4, [1.0], 0.0),
-        ([THREAD] * 4, [1.0], 0.0),
-        ([], [1.0], 0.0),
-    ],
-)
-def test_the_grain_is_what_reaches_a_shard_meanwhile(
-    offers: list[Offer], stated: list[float | None], gbit: float
-) -> None:
-    assert grain_for(offers, stated) == grain_of(gbit * GBIT)
 
 
 # ── all participants ──────────────────────────────────────────────────────────────────────────────────
