@@ -122,7 +122,7 @@ def audit(text: str) -> Audit:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def mebibytes(text: str) -> int:
+def mib(text: str) -> int:
     """Parse a number of MiB as bytes."""
     return number(int, 2, 1 << 20, "a number of MiB")(text) << 20
 

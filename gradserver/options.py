@@ -11,20 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from gradserver.arguments import (
-    audit,
-    mean,
-    mebibytes,
-    names,
-    number,
-    quorum,
-    rate,
-    seconds,
-    size,
-    sync,
-    url,
-    workers_of,
-)
+from gradserver.arguments import audit, mean, mib, names, number, quorum, rate, seconds, size, sync, url, workers_of
 from gradserver.protocol.limits import MAX_SHARDS, MAX_STALENESS, MAX_TIMEOUT, MAX_WORLD_SIZE, ROUND_TIMEOUT
 from gradserver.protocol.planes import WISHES
 
@@ -98,14 +85,7 @@ GENERAL: Final = (
         default=DEFAULT_BIND,
         of=Of.BOTH,
     ),
-    Option(
-        "credit",
-        "limit of the MiB that one worker has in flight. On slow links it has what they carry in 0.1 s, and 2 MiB or "
-        "more",
-        mebibytes,
-        "MIB",
-        default="16",
-    ),
+    Option("credit", "limit of the MiB that one worker has in flight; less on slow links", mib, "MIB", default="16"),
     Option("quiet", "log warnings only", of=Of.BOTH),
     Option(
         "nonfinite",
@@ -346,9 +326,8 @@ SHARDS: Final = (
     ),
     Option(
         "rate",
-        "rate of this machine's link in Gbit/s, or with a unit, such as 200mbit. Data shards get slices in proportion "
-        "to their rates; a coordinator with 0 gets only small ones (default: all shards alike). The slower all links "
-        "are together, the smaller are slices. Workers measure their own when they join",
+        "rate of this machine's link: 10 for 10 Gbit/s, or 200mbit. The size of slices follows from it, and each data "
+        "shard's part; a coordinator with 0 gets only small ones (default: workers measure it, all shards are alike)",
         rate,
         "RATE",
         of=Of.BOTH,

@@ -201,7 +201,7 @@ class _Job:
 
     def __init__(self, command: Reduce) -> None:
         operation = command.operation
-        self._op, self._dtype = operation.op, operation.dtype
+        self._op, self._dtype, self._rule = operation.op, operation.dtype, command.mean
         self._guarded = command.nonfinite is not PROPAGATE
         self._elements, self._stored = types_of(self._dtype, self._op)
         numel, given = command.nbytes // self._stored.itemsize, command.contributions
@@ -209,16 +209,14 @@ class _Job:
         self._rows = [None if one.payload is None else np.frombuffer(one.payload, self._stored, numel) for one in given]
         self._weights = [one.weight for one in given]
         self._scale = weigh(self._weights)
-        self._rule = command.mean
         self.kept: Buffer | None = None
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
-        self._step = _BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize)
-        self._step = max(self._step, UNIT * self._parts if self._rule.is_robust else 0)  # whole units
+        least = UNIT * self._parts if self._rule.is_robust else 0
+        self._step = max(_BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize), least)
         each = (command.each or SLICE_BYTES // self._dtype.itemsize) * self._parts
-        if each < numel and each % self._step:
-            self._step = each  # blocks end where slices do
+        self._step = each if each < numel and each % self._step else self._step  # blocks end where slices do
         self.blocks = -(-numel // self._step)
         self._total: Array | None = None  # memory for a sum in one block: the result's own, so that nothing is copied
         if command.keep:
@@ -354,8 +352,7 @@ class _Sieve(_Job):
     def __init__(self, command: Reduce) -> None:
         super().__init__(command)
         self._total = None  # a mean is of one slice
-        self._spans, self._slice = command.spans, command.slice
-        self._skips = command.nonfinite is OnNonFinite.SKIP
+        self._spans, self._slice, self._skips = command.spans, command.slice, command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
         self.blocks, self._of_slice = len(self._spans), 1
         self._squares = [None] * (0 if command.squares is None else self.blocks)

@@ -17,11 +17,10 @@ from typing import Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, codec_of
-from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.dtypes import FLOAT32, UINT8, DType
 from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from gradserver.protocol.limits import MIN_SLICE_COST, SHARED_SLICE_COST, SLICE_BYTES
-from gradserver.protocol.slicing import ALIGNMENT, step_of
+from gradserver.protocol.slicing import step_of
 
 EXACT: Final = codec_of("fp32")
 """The codec without loss: the only one for types other than float32, and the default."""
@@ -318,26 +317,19 @@ def layout_of(operation: Operation, world_size: int, grain: int = 0, unit: int =
         )
     if operation.kind in PORTIONED:
         itemsize = operation.dtype.itemsize * world_size
-        step = max(1, SLICE_BYTES // itemsize)
-        count = -(-chunk // step)
+        count = -(-chunk // (step := max(1, SLICE_BYTES // itemsize)))
         parts = world_size if operation.kind is Kind.SCATTER else 1
         return Layout(count, step, (0, chunk), (0, count), chunk, itemsize, 1, parts=parts)
     return cut(operation, tuple(rank * chunk for rank in range(world_size + 1)))
 
 
 def cut(operation: Operation, bounds: tuple[int, ...], replies: int = 1, grain: int = 0, unit: int = 1) -> Layout:
-    """Cut ``operation`` into the chunks that begin at ``bounds`` (the last bound is the end), and these into slices.
-
-    Slices are as large as they may be, or follow from the ``grain`` of a group (`gradserver.protocol.slicing`). Then
-    all but the last of a chunk are multiples of ``unit`` elements, and whole blocks of a lossy codec.
-    """
+    """Cut ``operation`` between ``bounds``, and this into slices: the largest, or whole units by ``grain``."""
     itemsize = operation.dtype.itemsize
     step = max(1, SLICE_BYTES // (itemsize * replies))
     if grain and operation.kind in SLICED:
-        chunks = max(sum(start < stop for start, stop in pairwise(bounds)), 1)
-        numel = -(-operation.numel // chunks)
-        nbytes = numel * itemsize if operation.codec is EXACT else operation.codec.nbytes(numel)
-        step = min(step, step_of(numel, nbytes, grain, max(unit, BLOCK if operation.is_lossy else ALIGNMENT)))
+        numel = -(-operation.numel // max(sum(start < stop for start, stop in pairwise(bounds)), 1))
+        step = min(step, step_of(numel, itemsize, operation.codec if operation.is_lossy else None, grain, unit))
     counts = (-(-(stop - start) // step) for start, stop in pairwise(bounds))
     firsts = tuple(accumulate(counts, initial=0))
     return Layout(firsts[-1], step, bounds, firsts, operation.numel, itemsize, replies, operation.codec)

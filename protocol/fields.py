@@ -101,5 +101,5 @@ EncodedPlan = Annotated[Plan, Field(_plan, attrgetter("encoded"))]
 Rate = Annotated[float, Field(number(0.0, MAX_RATE))]
 """The rate of a link in Gbit/s; 0 if it is not known."""
 Grain = Annotated[int, Field(integer(0, MAX_GRAIN))]
-"""What the size of slices follows from (`gradserver.protocol.slicing`)."""
+"""The number that the size of slices follows from (`gradserver.protocol.slicing`)."""
 MeanRule = Annotated[Mean, Field(known_mean, str)]

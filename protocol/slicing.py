@@ -1,15 +1,13 @@
-"""The size of slices: as many as keep both directions of a link busy, and no more than the coordinator has time for.
+"""The size of slices: so many that both directions of a link are busy, and no more than the coordinator has time for.
 
-A slice is stored and forwarded whole. So a tensor of N bytes, in slices of s, is there N/B and s/B after it began to be
-sent, if a link carries B bytes a second each way: the last slice travels twice. Small slices make that short. But each
-slice of each member takes a fixed time of the coordinator. The bytes that reach the coordinator in that time are the
-*grain* g: all its members' links together, or its own link if that is less. N/s slices cost N/s·g/B. The sum s/B +
-N·g/(s·B) is least where both parts are equal, with s = √(N·g). Therefore a rate that is wrong by a factor of two costs
-next to nothing.
+A slice is stored and forwarded whole. So N bytes in slices of s, over a link of B bytes a second, take N/B and s/B. But
+each slice of each member also takes a fixed time of the coordinator. The *grain* g is what reaches it meanwhile, over
+all links together. Then N/s slices cost N/s·g/B. The sum of both costs is least at s = √(N·g), where they are equal.
+So a rate that is wrong by a factor of two costs little.
 
-The grain is one number for a group, which all members are told. So the same operation has the same slices at all of
-them. Slices of one tensor have one size. Smaller ones at its end would not shorten a round: results leave as fast as
-contributions come, so what one large slice has delayed stays late up to the end.
+The grain is one number for a group, which all members are told. So an operation has the same slices at all of them.
+They have one size: smaller ones at the end would shorten no round. Results leave as fast as contributions come, so what
+a large slice has delayed stays late.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from __future__ import annotations
 from math import isqrt
 from typing import Final
 
+from gradserver.protocol.codecs import Codec
+from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.limits import KIB, MIB
 
 SLICE_SECONDS: Final = 100e-6
@@ -34,8 +34,10 @@ def grain_of(rate: float) -> int:
     return min(round(rate * SLICE_SECONDS), MAX_GRAIN)
 
 
-def step_of(numel: int, nbytes: int, grain: int, unit: int) -> int:
-    """Return the elements of each slice of ``numel`` elements, which travel as ``nbytes``: a multiple of ``unit``."""
+def step_of(numel: int, itemsize: int, codec: Codec | None, grain: int, unit: int) -> int:
+    """Return the elements of each slice of ``numel`` elements: whole units, and blocks of a lossy codec."""
+    unit = max(unit, ALIGNMENT if codec is None else BLOCK)
+    nbytes = numel * itemsize if codec is None else codec.nbytes(numel)
     size = max(isqrt(nbytes * grain), LEAST_BYTES)
     slices = max((2 * nbytes + size) // (2 * size), 1)
     return max(-(-numel // (slices * unit)) * unit, unit)

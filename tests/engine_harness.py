@@ -94,7 +94,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradserver.protocol.exchange.SLICE_BYTES", size)
         patch.setattr("gradserver.protocol.exchange.MIN_SLICE_COST", smallest_cost)
-        patch.setattr("gradserver.protocol.exchange.ALIGNMENT", 1)
+        patch.setattr("gradserver.protocol.slicing.ALIGNMENT", 1)
         patch.setattr("gradserver.protocol.slicing.LEAST_BYTES", 1)
         patch.setattr("gradserver.protocol.exchange.SHARED_SLICE_COST", 0)
         patch.setattr("gradserver.engine.data.traffic.SLICE_BYTES", size)
@@ -110,7 +110,7 @@ def small_slices(size: int, smallest_cost: int = 1, smallest_credit: int = 0) ->
 
 
 GRAINS: Final = (0, 1, 3, 12)
-"""What sizes of slices follow from: slices are as large as they may be, or smaller."""
+"""Grains: slices are as large as they may be, or smaller."""
 
 
 @contextmanager

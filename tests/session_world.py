@@ -43,7 +43,7 @@ URL = "tcp://10.0.0.1:7411"
 SLICE = 64
 """Bytes of a slice: eight elements of float64, or eight frames of objects."""
 GRAINS = (0, 2, 16, 60)
-"""What sizes of slices follow from: slices are as large as they may be, or smaller."""
+"""Grains: slices are as large as they may be, or smaller."""
 PART = 256
 """Bytes of a part of a state that a learner gets."""
 LIMIT = 600.0

@@ -14,9 +14,11 @@ from hypothesis import given, strategies as st
 
 from gradserver.engine import Engine
 from gradserver.engine.control.links import APART_SECONDS, credit_for, grain_for
+from gradserver.engine.declared import Kind
+from gradserver.engine.effects import Effects
 from gradserver.engine.events import Restored
-from gradserver.engine.orders import OpenGroup
-from gradserver.engine.records import Durable, Kind
+from gradserver.engine.orders import OpenGroup, Order
+from gradserver.engine.records import Durable
 from gradserver.local import LocalCluster
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
@@ -26,7 +28,6 @@ from gradserver.protocol.offers import THREAD, Offer
 from gradserver.protocol.slicing import grain_of
 from gradserver.tools.common import netns
 from gradserver.transport.traffic import STRANGERS_BYTES
-from gradserver.worker.transport import probing
 from gradserver.worker.transport.probing import Link, measure
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import Daemon, coordinator, joined, together
@@ -69,7 +70,7 @@ class Emulated:
 
 def measured(link: Emulated) -> Link:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probing.time, "perf_counter", lambda: link.now)
+        patch.setattr("gradserver.worker.transport.probing.time.perf_counter", lambda: link.now)
         return measure(link)
 
 
@@ -90,7 +91,8 @@ def test_a_worker_that_waits_for_its_processor_measures_again() -> None:
 
 
 def test_a_long_way_tells_no_rate() -> None:
-    assert measured(Emulated(GBIT, 30e-3)) == Link(0.0, pytest.approx(30e-3))
+    rate, trip = measured(Emulated(GBIT, 30e-3))
+    assert (rate, trip) == (0.0, pytest.approx(30e-3))
 
 
 @pytest.mark.parametrize("answers", [0, 1])
@@ -102,7 +104,7 @@ def test_a_coordinator_that_does_not_answer_is_waited_for_a_moment(answers: int)
 
 
 class Ignoring:
-    """A receiver of messages that matter to nobody."""
+    """A receiver that forgets all that it hears."""
 
     def receive(self, message: Message, payloads: Sequence[Buffer]) -> None:
         """Forget a message."""
@@ -129,7 +131,7 @@ def test_a_link_is_measured_and_the_worker_can_join_then() -> None:
         assert 0 < found.trip < 1
 
 
-def test_who_measures_again_and_again_is_cut_off_and_others_are_not() -> None:
+def test_measuring_again_and_again_ends_that_connection_alone() -> None:
     with (
         coordinator({"default": 1}) as server,
         Stranger(server.url) as stranger,
@@ -194,11 +196,13 @@ def test_members_learners_and_data_halves_are_told_the_same(monkeypatch: pytest.
     made = Harness({"default": 2})
     orders: list[OpenGroup] = []
     obey = made.engine.data.obey
-    monkeypatch.setattr(
-        type(made.engine.data),
-        "obey",
-        lambda _, order, *rest: (orders.append(order) if isinstance(order, OpenGroup) else None, obey(order, *rest))[1],
-    )
+
+    def overhear(_: object, order: Order, now: float, effects: Effects) -> None:
+        if isinstance(order, OpenGroup):
+            orders.append(order)
+        obey(order, now, effects)
+
+    monkeypatch.setattr(type(made.engine.data), "obey", overhear)
     for rank in range(2):
         made.receive(SEATS + rank, Join("default", f"w{rank}", -1, 0, 10.0, offer(0.4)))
 

@@ -46,7 +46,9 @@ def founded(group: Group, effects: Effects) -> None:
         _first(group, Subgroup(group.name, group.origin.parent, group.origin.member_ids), effects)
     if group.is_durable:
         table = group.shards.table
-        _first(group, Durable(group.name, group.sessions.secret, table.rates, table.grain, group.credit), effects)
+        _first(
+            group, Durable(group.name, group.sessions.secret, table.rates, table.grain, group.shards.credit), effects
+        )
     _policies(group, effects)
     members(group, f"complete with {group.members.world} workers", effects)
 

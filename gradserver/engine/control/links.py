@@ -22,7 +22,7 @@ member wait behind what it has sent."""
 
 
 def grain_for(offers: Iterable[Offer], stated: Sequence[float | None]) -> int:
-    """Return the grain of a group with these ``offers``, whose shards have said these rates in Gbit/s.
+    """Return the grain of a group with these ``offers``, of which the shards have ``stated`` these rates in Gbit/s.
 
     It is 0, for the largest slices, if nothing is known of the links, or if all members reach memory here.
     """

@@ -152,7 +152,7 @@ class Registry:
             group.name,
             group.members.founded,
             founders,
-            group.credit,
+            group.shards.credit,
             group.round_timeout,
             rates=group.shards.table.rates,
             shard=shard,
@@ -173,8 +173,7 @@ class Registry:
     def suit_links(self, group: Group) -> None:
         """Choose what the links of a group decide: the size of its slices, and its members' credit."""
         offers = group.planes.offers_of(group.members.by_id)
-        group.shards.table.grain = grain_for(offers, self.roster.rates_of(group))
-        group.set_credit(credit_for(offers, self.credit))
+        group.shards.suit(grain_for(offers, self.roster.rates_of(group)), credit_for(offers, self.credit))
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:
         """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""

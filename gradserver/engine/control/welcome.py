@@ -28,7 +28,7 @@ def welcome_to(group: Group, member_id: int, token: str, incarnation: int) -> We
         group.name,
         present.index(member_id),
         group.members.epoch,
-        group.credit,
+        group.shards.credit,
         names=tuple(names[other] for other in present),
         shards=group.shards.urls,
         rates=group.shards.table.rates,

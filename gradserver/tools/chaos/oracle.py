@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gradserver.engine.journal_state import Dated
-from gradserver.engine.records import Epoch, Gap, Group, Halt, Round, RoundRecord, Start
+from gradserver.engine.records import Durable, Epoch, Gap, Group, Halt, Round, RoundRecord, Start
 from gradserver.tools.chaos import generator, recount
 from gradserver.tools.chaos.book import Book, Disk, Found, Settled
 from gradserver.tools.chaos.contributions import Contributions, Means
@@ -110,6 +110,8 @@ class Oracle:
                 if self._group_at is not None and dated.clock != self._group_at:
                     self._say("lost", f"the group began again after round {self._newest}")
                 self._group_at = dated.clock
+            case Durable():
+                self._workload = self._workload.sliced(record.grain)
             case Epoch(_, _, number, members):
                 for member_id, name in members:
                     self._attached.setdefault(member_id, [])

@@ -79,13 +79,13 @@ def leveled(rows: Sequence[Row], size: int) -> Array:
     return mean(means, size)
 
 
-def shares(count: int, rule: str = PLAIN, plan: Plan | None = None) -> list[Share]:
-    """Divide the buckets of a plan among ``count`` data shards, where no unit of ``rule`` is cut.
+def shares(count: int, rule: str = PLAIN, plan: Plan | None = None, grain: int = 0) -> list[Share]:
+    """Divide the buckets of a plan among ``count`` data shards, where no unit of ``rule`` is cut, into slices.
 
     By default the plan is that of a chaos run with gradients.
     """
     plan = plan or generator.plan()
-    table = Table(1, comparable([None] * count), mean_of(rule).unit)
+    table = Table(1, comparable([None] * count), mean_of(rule).unit, grain)
     table.set_plan(plan)
     return [
         table.share(ExchangeKey(Stream.BUCKET, 0, part), bucket.operation) for part, bucket in enumerate(plan.buckets)

@@ -8,7 +8,7 @@ Of local SGD each fragment is a section of the group's plan. A word in front of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -67,6 +67,7 @@ class Workload(AsJson):
         outer: outer optimizer of local SGD, one of `OUTERS`; empty for gradients.
         fragments: number of fragments of local SGD. With several, one is on its way while a worker computes.
         wire: format in which larger buckets travel.
+        grain: what the size of slices follows from, as the ledger says.
     """
 
     seed: int
@@ -75,11 +76,16 @@ class Workload(AsJson):
     outer: str = ""
     fragments: int = 1
     wire: str = EXACT
+    grain: int = 0
 
     @property
     def is_local(self) -> bool:
         """True for local SGD."""
         return bool(self.outer)
+
+    def sliced(self, grain: int) -> Workload:
+        """Return the same workload, with slices of another size."""
+        return replace(self, grain=grain)
 
     def buckets(self, number: int) -> tuple[Bucket, ...]:
         """Return the buckets of means that are exchanged in round ``number``."""
@@ -97,7 +103,7 @@ def _sections(workload: Workload) -> tuple[tuple[Bucket, ...], ...]:
     groups = _fragments(workload.fragments) if workload.is_local else ()
     plans = [Plan((_WORD, _bucket_of(f"fragment.{number}", group))) for number, group in enumerate(groups)]
     plans = [with_codec(plan, codec) for plan in plans or [generator.plan()]]
-    shares = recount.shares(workload.shards, workload.mean, _joined(plans))
+    shares = recount.shares(workload.shards, workload.mean, _joined(plans), workload.grain)
     found: list[tuple[Bucket, ...]] = []
     first = 0
     for number, plan in enumerate(plans):

@@ -63,7 +63,6 @@ class Group:
         found: counts of these.
         timeout: longest of the timeouts that founders named, in seconds. They wait for others that long.
         round_timeout: seconds that an exchange or a plan waits for a member that is alive.
-        credit: bytes that a member may have in flight in each pool.
         broken: why the group goes no further.
         state: state as of the last event or rule that was dealt with.
         is_ended: True when the registry has forgotten the group.
@@ -78,7 +77,6 @@ class Group:
     found: Findings = field(default_factory=Findings)
     timeout: float = 0.0
     round_timeout: float = 0.0
-    credit: int = 0
     broken: GradServerError | None = None
     state: State = State.FORMING
     is_ended: bool = False
@@ -109,10 +107,6 @@ class Group:
         """Set how long its members wait. By default a round waits for as long as the founders do."""
         self.timeout = timeout
         self.round_timeout = round_timeout or timeout
-
-    def set_credit(self, credit: int) -> None:
-        """Set how much a member may have in flight."""
-        self.credit = credit
 
     def be_broken(self, error: GradServerError) -> bool:
         """Let the group go no further. False if it was broken before: the first reason stands."""

@@ -30,6 +30,7 @@ class DataShards:
 
     Attributes:
         table: says which shard has which slices.
+        credit: bytes that a member may have in flight at each shard, in each pool.
         connections: those of the shards beside the coordinator's own; `VACANT` for a lost one.
         urls: theirs.
         tokens: what members show there, by member id.
@@ -40,6 +41,7 @@ class DataShards:
     """
 
     table: Table
+    credit: int = 0
     connections: tuple[int, ...] = ()
     urls: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -76,6 +78,10 @@ class DataShards:
         """Have the group use these shards."""
         self.table, self.connections, self.urls = table, tuple(connections), tuple(urls)
 
+    def suit(self, grain: int, credit: int) -> None:
+        """Set the size of slices, and what a member may have in flight."""
+        self.table.grain, self.credit = grain, credit
+
     def set_tokens(self, tokens: Sequence[str]) -> None:
         """Note what members show to shards."""
         self.tokens = tuple(tokens)
@@ -87,9 +93,10 @@ class DataShards:
 
     # ── lost shards ───────────────────────────────────────────────────────────────────────────────────
 
-    def restore(self, table: Table, count: int) -> None:
+    def restore(self, table: Table, count: int, credit: int) -> None:
         """Go on where an earlier coordinator was lost: ``count`` shards are to enlist anew."""
         self.set_up(table, (VACANT,) * count, ("",) * count)
+        self.credit = credit
         self.lacking = set(range(count))
 
     def vacate(self, connection: int) -> int:
