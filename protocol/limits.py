@@ -144,7 +144,7 @@ SHARED_SLICE_COST: Final = 64
 MIN_CREDIT_BYTES: Final = 2 * SLICE_BYTES
 """The least credit. Below two slices a worker could not push one while the reply to another travels."""
 
-PROBE_BYTES: Final = 128 * KIB
+PROBE_BYTES: Final = 512 * KIB
 """Bytes of the largest message with which a worker measures its link."""
 PROBE_GROUP: Final = "gradserver-doctor"
 """The group in which `gradserver doctor` measures links. Any peer may open it, and it ends by itself."""

@@ -117,7 +117,7 @@ class Wire:
         line.receiver = receiver
         self.lines.append(line)
 
-    def probe(self, _payloads: Sequence[Buffer], _timeout: float) -> bool:
+    def probe(self, _payload: Buffer, _timeout: float) -> bool:
         """Send bytes that mean nothing. Links of this world have no rate: nothing is answered."""
         return False
 

@@ -604,7 +604,7 @@ def other_version(error: GradServerError) -> bytes:
         (
             [encode(Welcome("g", 0, 1, 1 << 24, ("a", "b"), member_ids=(0, 1))), b"\x91\x01"],
             MalformedMessageError,
-            "expected the 11 fields of a Offer, got 1",
+            "expected the 13 fields of a Offer, got 1",
         ),
         (
             [other_version(VersionMismatchError("the peer speaks protocol version 1, this side version 2"))],

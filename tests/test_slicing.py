@@ -149,7 +149,7 @@ def test_residuals_on_disk_are_of_the_slices_that_are_reduced(tmp_path: Path, co
     table = Table(2, (), 1, grain)
     layout = table.share(ExchangeKey(Stream.BUCKET, 0, 0), plan.buckets[0].operation).layout
 
-    assert (layout.count > 3) == bool(grain)
+    assert (layout.count > 3) == (grain > 0 and codec != "topk:0.01")  # of which next to nothing travels
     for index in range(layout.count):
         rows = [np.ones(layout.run_numel(index, index + 1), np.float32)]
         assert len(reduced(plan.buckets[0].operation, layout, index, rows, 0, Memory(), residuals)) == rows[0].size

@@ -197,12 +197,11 @@ class Handshake:
             self.turn_away(identity, error, logging.DEBUG if type(message) is Ping else logging.INFO)
         return role
 
-    def take_probe(self, identity: bytes, frames: Sequence[Buffer], last: bool) -> None:
-        """Take a message of a stranger that measures its link, and answer the ``last`` one."""
+    def answer_probe(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        """Answer a message of a stranger that measures its link."""
         if (saying := self._connections.stranger(identity)) is not None:
             saying.probe(sum(map(len, frames)))
-        if last:
-            self._route(identity, encode(Probed()))
+        self._route(identity, encode(Probed()))
 
     def hold(self) -> None:
         """Let strangers with a role that waits wait from now on, until `release`."""

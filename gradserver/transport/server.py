@@ -317,7 +317,7 @@ class TcpServer:
             if peer is None or self._may_go_on(peer, _STATUS_COST):
                 self.route(identity, encode(Status()), [self._current_status()])
         elif peer is None and type(message) is Probe:
-            self._handshake.take_probe(identity, frames, message.last)
+            self._handshake.answer_probe(identity, frames)
         elif peer is None:
             self._shake(identity, message, payloads, frames)
         elif number:

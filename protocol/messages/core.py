@@ -133,9 +133,7 @@ class Welcome(MessageKind):
 @message(51, Payloads.optional(PROBE_BYTES))
 @dataclass(frozen=True, slots=True)
 class Probe(MessageKind):
-    """Bytes that mean nothing, of a worker that measures its link before it joins. The ``last`` one is answered."""
-
-    last: Flag = False
+    """Bytes that mean nothing, of a worker that measures its link before it joins."""
 
 
 @message(52)

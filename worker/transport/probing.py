@@ -8,13 +8,12 @@ coordinator's link, as they will in each round.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.limits import KIB, MAX_RATE, PROBE_BYTES
 
-_SIZES: Final = (32 * KIB, 128 * KIB, 512 * KIB)
+_SIZES: Final = (32 * KIB, 128 * KIB, PROBE_BYTES)
 """Bytes, of which links often let 256 KiB pass at once."""
 _LONG: Final = 10e-3
 """Seconds of a measurement behind which there is no larger one."""
@@ -35,13 +34,13 @@ class Link(NamedTuple):
 class Probing(Protocol):
     """A connection to a coordinator that has not joined."""
 
-    def probe(self, payloads: Sequence[Buffer], timeout: float) -> bool:
+    def probe(self, payload: Buffer, timeout: float) -> bool:
         """Send some bytes, and wait for the answer. False if there is none."""
 
 
 def measure(connection: Probing) -> Link:
     """Measure the link of ``connection``."""
-    if not connection.probe((), _PATIENCE) or (trip := _timed(connection, 0)) is None:
+    if not connection.probe(b"", _PATIENCE) or (trip := _timed(connection, 0)) is None:
         return Link()
     if trip > _FAR:
         return Link(trip=trip)
@@ -61,6 +60,5 @@ def measure(connection: Probing) -> Link:
 
 def _timed(connection: Probing, size: int) -> float | None:
     """Return the seconds until ``size`` bytes have come; None if that is never confirmed."""
-    parts = [bytes(min(PROBE_BYTES, size - start)) for start in range(0, size, PROBE_BYTES)]
-    began = time.perf_counter()
-    return time.perf_counter() - began if connection.probe(parts, _PATIENCE) else None
+    payload, began = bytes(size), time.perf_counter()
+    return time.perf_counter() - began if connection.probe(payload, _PATIENCE) else None

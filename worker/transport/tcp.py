@@ -263,11 +263,9 @@ class TcpChannel:
             self.send(message, payloads, shard)
         return None if self._closing or not self.wait(asking, timeout) else self._answer
 
-    def probe(self, payloads: Sequence[Buffer], timeout: float) -> bool:
+    def probe(self, payload: Buffer, timeout: float) -> bool:
         """Send bytes that mean nothing, before this worker joins. Return True when all have come."""
-        for payload in payloads:
-            self.send(Probe(), (payload,))
-        return self._question(Probe(True), (), 0, timeout) is not None
+        return self._question(Probe(), (payload,) if len(payload) else (), 0, timeout) is not None
 
     @property
     def kind(self) -> str:
