@@ -23,11 +23,11 @@ from gradserver.local import LocalCluster
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.limits import CREDIT_BYTES, KIB, MAX_RATE, MIN_CREDIT_BYTES, PROBE_BYTES
-from gradserver.protocol.messages import Failure, Join, Message, Probe, Probed, Welcome
+from gradserver.protocol.messages import Join, Message, Probe, Probed, Welcome
 from gradserver.protocol.offers import THREAD, Offer
 from gradserver.protocol.slicing import grain_of
 from gradserver.tools.common import netns
-from gradserver.transport.traffic import STRANGERS_BYTES
+from gradserver.transport.traffic import STRANGERS_BYTES, STRANGERS_PROBES
 from gradserver.worker.transport.probing import Link, measure
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import Daemon, coordinator, joined, together
@@ -91,8 +91,9 @@ def test_a_worker_that_waits_for_its_processor_measures_again() -> None:
 
 
 def test_a_long_way_tells_no_rate() -> None:
-    rate, trip = measured(Emulated(GBIT, 30e-3))
-    assert (rate, trip) == (0.0, pytest.approx(30e-3))
+    found = measured(Emulated(GBIT, 30e-3))
+    assert found.rate == 0
+    assert found.trip == pytest.approx(30e-3)
 
 
 @pytest.mark.parametrize("answers", [0, 1])
@@ -137,10 +138,10 @@ def test_measuring_again_and_again_ends_that_connection_alone() -> None:
         Stranger(server.url) as stranger,
         joined(server.url, 1, channel="tcp") as (worker,),
     ):
-        for _ in range(64):
+        for _ in range(STRANGERS_PROBES + 1 + STRANGERS_BYTES // PROBE_BYTES):
             stranger.send(Probe(), bytes(PROBE_BYTES))
         assert isinstance(stranger.hear(), Probed)
-        assert stranger.is_cut_off(10.0) or any(isinstance(stranger.hear(), Failure) for _ in range(64))
+        assert stranger.is_cut_off()
         assert worker.all_reduce(np.ones(3)).tolist() == [1, 1, 1]
 
 
