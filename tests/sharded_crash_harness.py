@@ -47,12 +47,15 @@ from gradserver.protocol.messages.recovery import (
     State,
     pack_spans,
 )
+from gradserver.protocol.offers import Offer
 from gradserver.protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Giver, Member, Step, state
-from tests.engine_harness import TIMEOUT, Task, grain_of, proposal, reference
+from tests.engine_harness import TIMEOUT, Task, proposal, reference
 
+LINKS = (0.0, 1e-4, 3e-4, 1e-3)
+"""Rates of members' links in Gbit/s: slices are as large as they may be, or of one to a few elements."""
 LINK = 1
 """A shard's connection to the coordinator."""
 Waiting = deque[tuple[Message, Sequence[Buffer]]]
@@ -369,13 +372,14 @@ class Sharded(Crashing):
             self.harness.start_shard()
         self.settle()
         lines = {member_id: self.harness.number() for member_id in range(world)}
-        with grain_of(seed) as self.grain:
-            for member_id, line in lines.items():
-                self.harness.feed(Received(line, Join("default", f"w{member_id}", member_id, world, TIMEOUT)))
+        offer = Offer(rate=LINKS[seed % len(LINKS)])
+        for member_id, line in lines.items():
+            self.harness.feed(Received(line, Join("default", f"w{member_id}", member_id, world, TIMEOUT, offer)))
         member_ids = tuple(range(world))
         for member_id, line in lines.items():
             ((welcome, _),) = self.harness.waiting.pop(line)
             assert isinstance(welcome, Welcome)
+            self.grain = welcome.grain
             places = set(range(len(rates)))
             one = self.members[member_id] = Spread(member_id, self, 1, member_ids, token=welcome.token, connection=line)
             one.lines, one.urls, one.version, one.stands = {0: line}, welcome.shards, welcome.epoch, places

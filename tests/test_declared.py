@@ -103,8 +103,8 @@ def test_a_field_without_a_check_is_noticed_at_once(declared: Any) -> None:
 
 
 def test_messages_keep_their_numbers() -> None:
-    assert sorted(message.kinds) == list(range(51))
-    assert {code: message.kinds[code].__name__ for code in (0, 1, 5, 6, 22, 34, 45, 46, 48, 49, 50)} == {
+    assert sorted(message.kinds) == list(range(53))
+    assert {code: message.kinds[code].__name__ for code in (0, 1, 5, 6, 22, 34, 45, 46, 48, 49, 50, 52)} == {
         0: "Failure",
         1: "Join",
         5: "Push",
@@ -116,6 +116,7 @@ def test_messages_keep_their_numbers() -> None:
         48: "Granted",
         49: "Paced",
         50: "Notice",
+        52: "Probed",
     }
 
 
