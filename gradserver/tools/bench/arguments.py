@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gradserver.arguments import number
+from gradserver.arguments import codec, number
+from gradserver.protocol.planes import DIRECT, SHM, TCP
 from gradserver.tools.bench.spec import FLOAT_BYTES, WIRES
 
 T = TypeVar("T")
+
+_PLANES = (TCP, SHM, DIRECT)
+"""Planes of the suite `train`, where each worker has a host."""
 
 MAX_BYTES = 4 << 30
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -59,6 +63,30 @@ def wire(text: str) -> str:
     if text not in WIRES:
         raise argparse.ArgumentTypeError(f"{text!r} is not a wire format; the formats are {', '.join(WIRES)}")
     return text
+
+
+def contender(text: str) -> tuple[str, str]:
+    """Parse a contender of the suite `train`: ``tcp/int8``, ``direct``, ``ddp/powersgd:2``. fp32 need not be named."""
+    way, _, wire = text.partition("/")
+    if way == "ddp":
+        hook, _, rank = wire.partition(":")
+        if hook == "powersgd":
+            return way, f"powersgd:{whole(1, 64)(rank or '1')}"
+        if wire in ("", "fp32", "bf16"):
+            return way, wire or "fp32"
+        raise argparse.ArgumentTypeError(f"{text!r}: torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK")
+    if way not in _PLANES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no contender: write WAY/WIRE with {', '.join(_PLANES)} or ddp")
+    return way, codec(wire or "fp32")
+
+
+def parameters(text: str) -> int:
+    """Parse a number of parameters: ``25M`` or ``100000``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", text.strip(), re.IGNORECASE)
+    count = round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]) if match else 0
+    if not 10**4 <= count <= 10**10:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters: write 25M (10K to 10G)")
+    return count
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradserver.arguments import codec, mean, number
-from gradserver.protocol.planes import WISHES
+from gradserver.protocol.planes import CHANNELS
 from gradserver.tools.bench import arguments as parse, modes
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _sizes = parse.listed(parse.size)
 _workers = parse.listed(parse.whole(2, _MOST_WORKERS))
 _wires = parse.listed(parse.wire)
 _count = parse.whole(1, 100_000)
+_CONTENDERS = "tcp/fp32,tcp/bf16,tcp/int8,ddp/fp32,ddp/bf16,ddp/powersgd:1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,16 +107,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _option(one, "--sizes", _sizes, "26MB", "SIZE,…", _SIZES)
 
     one = added["train"]
-    _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of workers")
-    _add_links(one, None, None)
-    _option(one, "--wire", _wires, "fp32", "TYPE,…", _TYPES)
-    text = "without --rate: channel of the workers, tcp or default"
-    _option(one, "--channel", parse.one_of("tcp", "default"), "tcp", "NAME", text)
-    planes = parse.listed(parse.one_of(*WISHES))
-    text = "planes of the workers, in turns, each with a group of its own; in place of --channel, without the overlap"
-    _option(one, "--plane", planes, None, "NAME,…", text)
-    _add_model(one, context="128")
-    _option(one, "--overlap-size", parse.size, "100MB", "SIZE", "bytes to exchange during the emulated backward")
+    count = parse.whole(2, _MOST_WORKERS)
+    text = "number of workers; with --rate, of hosts with one worker each"
+    one.add_argument("--workers", "--hosts", type=count, default="2", metavar="N", help=f"{text} (default 2)")
+    _add_links(one, None, None, listed=True)
+    text = "contenders as WAY/WIRE: a plane (tcp, shm, direct) and a codec, or ddp and fp32, bf16 or powersgd:RANK"
+    _option(one, "--contenders", parse.listed(parse.contender), _CONTENDERS, "NAME,…", text)
+    text = "numbers of parameters of the GPT, about"
+    _option(one, "--parameters", parse.listed(parse.parameters), "25M", "N,…", text)
+    _option(one, "--steps", _count, "6", "N", "steps of a visit that are measured, behind two that are not")
+    _option(one, "--context", parse.whole(8, 4096), "128", "N", "length of a sequence in bytes")
+    _option(one, "--batch", parse.whole(1, 1024), "1", "N", "sequences per worker and step")
+    text = "measure also exchanges of so many bytes during a backward that is emulated by waiting"
+    _option(one, "--overlap-size", parse.size, None, "SIZE", text)
 
     one = added["levels"]
     _option(one, "--hosts", parse.whole(2, 64), "2", "N", "number of hosts")
@@ -143,7 +147,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--json", action="store_true", help="print only one JSON document")
 
     for name, one in added.items():
-        if name in ("train", "levels"):
+        if name == "train":
+            _option(one, "--repetitions", _count, "3", "N", "number of visits of each contender, in turns")
+            one.set_defaults(sample_ms=0)
+        elif name == "levels":
             _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
             one.set_defaults(sample_ms=0)
         elif name in _ALONE:
@@ -263,6 +270,8 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
         return "--plot requires matplotlib: pip install 'gradserver[demo]'"
     if getattr(arguments, "coordinator_rate", None) and not arguments.rate:
         return "--coordinator-rate requires --rate, the rate of the workers' links"
+    if arguments.suite == "train" and (reason := _why_not_train(arguments)) is not None:
+        return reason
     if getattr(arguments, "congestion", None) and not arguments.rate:
         return "--congestion requires --rate: it applies to emulated links"
     if getattr(arguments, "rate", None) and "link" in getattr(arguments, "scenarios", ["link"]):
@@ -273,16 +282,29 @@ def _why_not(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def _add_links(parser: argparse.ArgumentParser, rate: str | None, coordinator: str | None) -> None:
+def _why_not_train(arguments: argparse.Namespace) -> str | None:
+    """Explain which options of the suite `train` do not fit together; None if all do."""
+    if arguments.coordinator_rate and len(arguments.coordinator_rate) not in (1, len(arguments.rate)):
+        return "--coordinator-rate takes one rate, or one for each of --rate"
+    if arguments.overlap_size and not any(way in CHANNELS for way, _ in arguments.contenders):
+        return "--overlap-size requires a contender over tcp or shm: it measures rounds of the coordinator"
+    return None
+
+
+def _add_links(
+    parser: argparse.ArgumentParser, rate: str | None, coordinator: str | None, listed: bool = False
+) -> None:
     without = "" if rate else " (default: the loopback, without emulated links)"
-    text = f"rate of each worker's link in each direction, such as 1gbit{without}"
-    _option(parser, "--rate", parse.rate, rate, "RATE", text)
+    each = "; several are measured one after the other" if listed else ""
+    text = f"rate of each worker's link in each direction, such as 1gbit{each}{without}"
+    kind, metavar = (parse.listed(parse.rate), "RATE,…") if listed else (parse.rate, "RATE")
+    _option(parser, "--rate", kind, rate, metavar, text)
     _option(
         parser,
         "--coordinator-rate",
-        parse.rate,
+        kind,
         coordinator,
-        "RATE",
+        metavar,
         f"rate of the coordinator's link (default {coordinator or 'as --rate'})",
     )
     text = "congestion control of TCP on these links, such as cubic (default: this machine's)"

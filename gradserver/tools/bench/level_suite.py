@@ -20,7 +20,7 @@ from gradserver.tools.bench.train_suite import settings_of
 def levels(arguments: argparse.Namespace, session: Session) -> None:
     """Measure steps of a GPT on the hierarchical plane and over TCP in turn, on emulated hosts."""
     workers = arguments.hosts * arguments.per_host
-    settings = settings_of(arguments, workers)
+    settings = settings_of(arguments, workers, arguments.width, arguments.blocks)
     links = [Link(wire, TCP, plane) for wire in arguments.wire for plane in (TCP, HIERARCHICAL)]
     contenders = [
         Contender(

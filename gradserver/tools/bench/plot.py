@@ -12,19 +12,23 @@ from gradserver.tools.bench.report import Row
 from gradserver.tools.bench.stats import Stats, size_name
 from gradserver.tools.common.picture import GREY, OURS, REFERENCE, finish, new_figure
 
+_OTHERS = ("ddp", "none")
+"""Variants that are not ours."""
 _COLOURS = (OURS, "#c2410c", "#7c2d12", "#d97706", "#92400e", "#fbbf24")
 
 
 def save_plot(path: Path, suite: str, rows: Sequence[Row]) -> None:
     """Write the picture to `path` as a PNG."""
-    panels = list(dict.fromkeys((row.op, row.workers) for row in rows))
+    panels = list(dict.fromkeys((row.op, row.workers, row.place) for row in rows))
     figure = new_figure(max(6.5, 5.2 * len(panels)), 4.6)
     figure.suptitle(f"gradserver bench {suite}", x=0.01, ha="left", fontsize=13, fontweight="bold")
     parts = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (op, workers) in zip(parts, panels, strict=True):
-        mine = [row for row in rows if (row.op, row.workers) == (op, workers)]
+    for axes, panel in zip(parts, panels, strict=True):
+        mine = [row for row in rows if (row.op, row.workers, row.place) == panel]
+        op, workers, place = panel
         {"all_reduce": _draw_sizes, "codec": _draw_codecs}.get(op, _draw_bars)(axes, mine)
-        axes.set_title(f"{op}, {workers} workers", loc="left", fontsize=10, color=GREY)
+        title = f"{op}, {workers} workers" + (f"\n{place}" if place else "")
+        axes.set_title(title, loc="left", fontsize=10, color=GREY)
         axes.set_axisbelow(True)
     finish(path, figure, parts)
 
@@ -55,7 +59,7 @@ def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
 def _draw_bars(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a bar for each row. Its darker part is computing."""
     names = [f"{row.variant}\n{row.wire}" for row in rows]
-    colours = [OURS if row.variant == "gradserver" else REFERENCE for row in rows]
+    colours = [REFERENCE if row.variant in _OTHERS else OURS for row in rows]
     places = range(len(rows))
     axes.bar(places, [row.time.median for row in rows], color=colours, width=0.6)
     compute = [row.more.get("compute_s", 0.0) for row in rows]

@@ -27,6 +27,7 @@ class Row:
         peer: name of the peer, and `peer_time` its time.
         limit: name of the limit, and `limit_time` the time that it allows; a Stats where it was measured.
         more: further figures of a suite, by name.
+        place: where this was measured, and with which model, if a suite has several.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Row:
     limit: str = ""
     limit_time: Stats | float | None = None
     more: dict[str, float] = field(default_factory=dict)
+    place: str = ""
 
     @property
     def algbw(self) -> float:
@@ -97,6 +99,7 @@ class Row:
             "limit_s": self.limit_seconds,
             "limit_time_s": limit,
             "share_of_limit": self.share,
+            "place": self.place or None,
             **self.more,
         }
 
@@ -145,6 +148,11 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "exposed": Column("exposed", unit, 8, lambda row: maybe(row.more.get("exposed_s"), shown)),
         "part": Column("of time", "", 7, lambda row: maybe(row.more.get("exposed_share"), lambda part: f"{part:.1%}")),
         "loss": Column("loss", "nats", 7, lambda row: maybe(row.more.get("loss"), lambda loss: f"{loss:.4f}")),
+        "way": Column("way", "", 6, lambda row: row.variant, left=True),
+        "format": Column("wire", "", 10, lambda row: row.wire, left=True),
+        "sent": Column("sent", "MB", 6, lambda row: maybe(row.more.get("sent_bytes") or None, _megabytes)),
+        "to ddp": Column("ddp/this", "", 8, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
+        "to best": Column("best/this", "", 9, lambda row: maybe(row.more.get("best_ratio"), lambda r: f"{r:.2f}x")),
         "alone": Column("exchange", unit, 8, lambda row: maybe(row.more.get("exchange_s"), shown)),
         "codec": Column("codec", "", 12, lambda row: row.wire, left=True),
         "kernels": Column("with", "", 8, lambda row: row.variant, left=True),
@@ -167,7 +175,7 @@ LAYOUTS = {
     "step": (
         "ms",
         milliseconds,
-        ("variant", "wire", "time", "spread", "computing", "exposed", "part", "loss", "wrong", "ratio"),
+        ("way", "format", "time", "spread", "exposed", "limit", "share", "sent", "loss", "wrong", "to ddp", "to best"),
     ),
     "levels": (
         "ms",
@@ -195,7 +203,7 @@ LAYOUTS = {
     "overlap": (
         "ms",
         milliseconds,
-        ("variant", "wire", "computing", "alone", "limit", "time", "spread", "exposed", "part", "ratio"),
+        ("way", "wire", "computing", "alone", "limit", "time", "spread", "exposed", "part", "ratio"),
     ),
 }
 
@@ -233,10 +241,11 @@ NOTES = {
         "#wrong: replicas that are not bit-identical to rank 0's; tcp/this: above 1.00x this plane is faster",
     ),
     "step": (
-        "time: median of one training step of the slowest rank; compute: the same step without any exchange",
-        "exposed: time - compute, and its share of the time; loss: on held-out text, after equally many steps",
-        "#wrong: replicas that are not bit-identical to rank 0's; gloo/ours: above 1.00x gradserver is faster",
-        "overlap: exchange: by itself; limit: the longer of compute and exchange; exposed: time - compute",
+        "way: a plane of gradserver, or torch's DDP over gloo; none: the same step without exchange, the lower bound",
+        "time: median of one training step of the slowest rank; exposed: time - that without exchange",
+        "limit: the longer of the step without exchange and sent bytes / rate; reached: limit / time",
+        "sent: by a worker's link in a step, with headers; loss: on held-out text, after equally many steps",
+        "#wrong: replicas that are not bit-identical to rank 0's; ddp/this, best/this: DDP with fp32, and its quickest",
     ),
 }
 
@@ -269,7 +278,8 @@ def conclusion(rows: Sequence[Row]) -> str:
         bad = sum(row.wrong + row.peer_wrong > 0 for row in rows)
         return f"WRONG: {wrong:,} values in {bad} of {counted(len(rows), 'row')}."
     said = []
-    ours = [row for row in rows if row.peer_time is not None]
+    # Trainings have sentences of their own (`gradserver.tools.bench.advice`).
+    ours = [row for row in rows if row.peer_time is not None and row.op != "step"]
     ratios = [row.ratio for row in ours if row.ratio is not None]
     if ratios:
         ahead = sum(ratio > 1 for ratio in ratios)
@@ -296,7 +306,7 @@ def conclusion(rows: Sequence[Row]) -> str:
             f"with numpy, and encode {_span(f'{encode[0]:.1f}', f'{encode[-1]:.1f}')} times"
         )
     lossy = any(row.wire != "fp32" for row in rows)
-    if apart := [row.more["distance"] for row in ours if row.wire == "fp32" and "distance" in row.more]:
+    if apart := [row.more["distance"] for row in rows if row.wire == "fp32" and "distance" in row.more]:
         said.append(f"weights differ from those of torch DDP by at most {max(apart):.1g}")
     exact = "every value was right to its wire format's precision" if lossy else "every value was exact"
     if any(row.op in ("step", "levels") for row in rows):
@@ -312,6 +322,10 @@ def _gigabytes(bandwidth: float) -> str:
     """Format a bandwidth, without the unit. Small tensors measure latency: their bandwidth needs fewer digits."""
     value = bandwidth / 1e9
     return figures(value) if value >= 0.01 else f"{value:.4f}"
+
+
+def _megabytes(nbytes: float) -> str:
+    return figures(nbytes / 1e6)
 
 
 def _error(error: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from gradserver.json_text import json_text
 from gradserver.tables import counted
 from gradserver.tools.bench import machine
+from gradserver.tools.bench.advice import advise
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
 from gradserver.tools.bench.places import Place
 from gradserver.tools.bench.report import NOTES, Row, Table, conclusion
@@ -61,8 +62,9 @@ class Session:
     def fleet(
         self, workers: int, needs: Needs, title: str, place: Place | None = None, layout: str | None = None
     ) -> Iterator[Fleet]:
-        """Start processes, under a heading."""
-        self.section(title, layout or self._layout)
+        """Start processes, under a heading. Without a title, sections have theirs."""
+        if title:
+            self.section(title, layout or self._layout)
         self.live("starting processes: importing torch")
         self._fleets += 1
         with Fleet(workers, needs, self._folder / f"fleet-{self._fleets}", place) as fleet:
@@ -99,9 +101,13 @@ class Session:
         failed = any(row.wrong or row.peer_wrong for row in self.rows)
         if self._screen is not None:
             self._screen.line()
-            for line in textwrap.wrap(conclusion(self.rows), _WIDTH, break_on_hyphens=False):
-                self._screen.line(self._screen.style(line, RED if failed else GREEN))
+            for sentence in self._sentences():
+                for line in textwrap.wrap(sentence, _WIDTH, break_on_hyphens=False):
+                    self._screen.line(self._screen.style(line, RED if failed else GREEN))
         return int(failed)
+
+    def _sentences(self) -> list[str]:
+        return [*advise(self.rows), conclusion(self.rows)]
 
     def interrupted(self) -> None:
         """Clear the live line, for the output that follows."""
@@ -121,7 +127,7 @@ class Session:
                 "versions": machine.versions(),
                 "units": "times in seconds, bandwidths in bytes per second; a sample is the slowest rank's time",
                 "rows": [row.to_json() for row in self.rows],
-                "conclusion": conclusion(self.rows),
+                "conclusion": " ".join(self._sentences()),
             },
             indent=2,
             default=str,

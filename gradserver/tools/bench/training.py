@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import gradserver
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
+from gradserver.tools.bench.costs import Cost, Phases, median_of
 from gradserver.tools.bench.member import Member, pattern
 from gradserver.tools.bench.spec import Case, Contender
 from gradserver.tools.demo.corpus import Corpus
@@ -22,14 +25,15 @@ from gradserver.tools.demo.settings import Settings
 from gradserver.tools.demo.train import mean_loss, validation_loss
 
 LEARNING_RATE = 1e-3
+_ONE_BUCKET_MB = 1 << 20
 
 
 class Step(Contestant):
     """Complete training steps: forward, backward with an exchange, clipping, AdamW.
 
-    Options: `settings` of the model, and `engine`: ``ours``, ``gloo``, ``gloo-bf16`` or ``alone``, which trains
-    each replica without an exchange and so measures computing alone. With `warm` a step that is not counted comes
-    first: a training finds its own data in the caches.
+    All replicas begin with the same weights, and have the same samples at the same step. Options: `settings` of the
+    model; `engine`: ``ours``, ``ddp`` (torch's wrapper over gloo) or ``alone``, which trains without an exchange and so
+    measures computing alone; and for a PowerSGD hook `start`, the step at which it begins to compress.
     """
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
@@ -43,53 +47,76 @@ class Step(Contestant):
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.steps = 0
-        if self.engine == "gloo":
-            _of_torch.append(self)
+        self._costs: list[Cost] = []
+        self._phases: list[Phases] = []
+        self._last_gradient = 0.0
+        for parameter in self.model.parameters():
+            hooked: Any = parameter  # torch has not typed the method
+            hooked.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        self._last_gradient = time.perf_counter()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        # The seed gives all of them the same weights: nothing of them needs to travel over a slow link.
         if self.engine == "ours":
-            return gradserver.DistributedDataParallel(model, self.member.links[self.spec.link])
+            return gradserver.DistributedDataParallel(model, self.member.links[self.spec.link], init_sync=False)
         if self.engine == "alone":
             return model
-        replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if self.engine == "gloo-bf16":
+        hook, _, rank = self.spec.wire.partition(":")
+        # Of several buckets at once PowerSGD makes its reductions in the order in which gloo's threads come to them,
+        # which differs between ranks. They then meet the wrong ones, and the process is aborted.
+        cap = _ONE_BUCKET_MB if hook == "powersgd" else None
+        replica = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=cap
+        )
+        if hook == "bf16":
             # Torch knows its hook by name, and refuses it for CPUs; it works with gloo as well.
-            hook = partial(default_hooks.bf16_compress_hook)
-            vars(hook).update(__name__="bf16_over_gloo", __qualname__="bf16_over_gloo")
-            replica.register_comm_hook(None, hook)
+            over_gloo = partial(default_hooks.bf16_compress_hook)
+            vars(over_gloo).update(__name__="bf16_over_gloo", __qualname__="bf16_over_gloo")
+            replica.register_comm_hook(None, over_gloo)
+        elif hook == "powersgd":
+            state = PowerSGDState(None, int(rank), self.spec.options["start"])
+            replica.register_comm_hook(state, powerSGD_hook)
         return replica
-
-    def timed(self, count: int) -> float:
-        """Measure steps."""
-        if self.spec.options.get("warm"):
-            self.once()
-        return super().timed(count)
 
     def once(self) -> None:
         """Train one step, on samples that depend only on the step's number and the rank."""
+        before, began = self.member.cost(), time.perf_counter()
         rows = self.settings.rows_of(self.member.rank)
         self.optimizer.zero_grad()
-        mean_loss(self.replica, *self.corpus.batch(self.steps, rows)).backward()  # type: ignore[no-untyped-call]
+        loss = mean_loss(self.replica, *self.corpus.batch(self.steps, rows))
+        forward = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward = time.perf_counter()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         self.optimizer.step()
         self.steps += 1
+        last = self._last_gradient
+        self._phases.append(Phases(forward - began, last - forward, backward - last, time.perf_counter() - backward))
+        self._costs.append(self.member.cost() - before)
 
     def check(self) -> dict[str, Any]:
         """Hash the replica, which must be bit-identical to the others, and compute its loss on held-out text."""
-        found: dict[str, Any] = {"wrong": 0}
-        if self.engine != "alone":
-            found["sha256"] = state_sha256(self.model)
-        if self.steps:
-            found["loss"] = validation_loss(self.model, self.corpus, self.settings)
-            found["steps"] = float(self.steps)
-        if self.engine == "ours" and _of_torch and _of_torch[-1].steps == self.steps:
-            found["distance"] = distance(self.model, _of_torch[-1].model)
-        return found
+        if not self.steps:
+            return {"wrong": 0}
+        found: dict[str, Any] = {"wrong": 0, "steps": float(self.steps), **self._figures()}
+        found["loss"] = validation_loss(self.model, self.corpus, self.settings)
+        if self.engine == "alone":
+            return found
+        if self.engine == "ddp" and self.spec.wire == "fp32":
+            _of_torch[self.settings] = self.steps, [one.detach().clone() for one in self.model.parameters()]
+        elif self.engine == "ours" and (peer := _of_torch.get(self.settings)) and peer[0] == self.steps:
+            found["distance"] = distance(self.model, peer[1])
+        return {**found, "sha256": state_sha256(self.model)}
+
+    def _figures(self) -> dict[str, float]:
+        return {**median_of(self._phases).to_json(), **median_of(self._costs).to_json()}
 
     def close(self) -> None:
-        """Forget the replica."""
-        if self in _of_torch:
-            _of_torch.remove(self)
+        """Forget the replica: its wrapper and its gradients are in circles of references."""
+        del self.replica, self.model, self.optimizer
+        gc.collect()
 
 
 class GlooBlocks(Contestant):
@@ -122,14 +149,14 @@ class GlooBlocks(Contestant):
         return {"wrong": count}
 
 
-def distance(one: nn.Module, other: nn.Module) -> float:
+def distance(model: nn.Module, peer: Sequence[torch.Tensor]) -> float:
     """Return the largest difference of two weights at the same place."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    pairs = zip(model.parameters(), peer, strict=True)
     return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
 
 
-_of_torch: list[Step] = []
-"""The replica of torch's own wrapper over gloo, of the present case."""
+_of_torch: dict[Settings, tuple[int, list[torch.Tensor]]] = {}
+"""Steps and weights of the replica that torch's own wrapper has trained last, by the training's settings."""
 _corpora: dict[tuple[int, int], Corpus] = {}
 
 
