@@ -69,7 +69,7 @@ def document(*options: str) -> dict[str, Any]:
     assert found["suite"] == options[0]
     assert found["command"][1:] == ["bench", *options, "--json"]
     assert found["machine"]["cores"] >= 1
-    assert set(found["versions"]) == {"gradserver", "python", "torch", "numpy", "pyzmq"}
+    assert set(found["versions"]) == {"gradserver", "python", "torch", "numpy", "pyzmq", "kernels"}
     for row in found["rows"]:
         assert row["wrong"] == row["peer_wrong"] == 0
         times = row["time_s"]

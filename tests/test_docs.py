@@ -21,6 +21,7 @@ import gradserver
 from gradserver import cli
 from gradserver.configuration import Settings
 from gradserver.protocol import limits
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import Pool
@@ -383,6 +384,7 @@ def test_error_messages_are_the_real_ones() -> None:
 
 def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADSERVER_CHANNEL", "tcp")
+    monkeypatch.setattr(loader._loader, "standing", loader.Standing("compiled", "by numba, ready after 0.6 s"))
     hosts = map(str, count())
     told = Offer(torch="2.11.0", trouble="CUDA_VISIBLE_DEVICES hides all devices")
     monkeypatch.setattr("gradserver.worker.connect.offer_of", lambda _: told._replace(host_id=next(hosts)))

@@ -30,6 +30,7 @@ from gradserver.tools.common.processes import RunError
 
 Floats = npt.NDArray[np.float32]
 
+_COMPILING_SECONDS = 120.0
 _NUMEL = 300_000
 """Number of elements for the errors: two slices, of which the second is no whole number of blocks."""
 _TOLERANCE = 2e-5
@@ -39,8 +40,8 @@ _TOLERANCE = 2e-5
 def codecs(arguments: argparse.Namespace, session: Session) -> None:
     """Measure every codec alone: no processes, no network."""
     keep_memory()  # as the coordinator does
-    if loader.standing().failed:
-        raise RunError(f"{loader.standing().reason}: {loader.REMEDY}")
+    if (found := loader.settle(_COMPILING_SECONDS)).failed:
+        raise RunError(f"{found.reason}: {loader.REMEDY}")
     workers, rounds = arguments.workers, arguments.rounds
     names = [codec_of(name).name for name in arguments.wire]
     title = f"means of {workers} contributions; one thread; error after one round, and after {rounds} with feedback"
