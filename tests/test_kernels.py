@@ -377,6 +377,7 @@ def test_processes_that_begin_at_once_compile_once(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")} == found
 
 
+@pytest.mark.usefixtures("table")
 def test_a_coordinator_says_which_does_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     with Daemon("--workers", "1", "--quiet") as daemon:
         wait_until(lambda: daemon.snapshot()["kernels"]["kernels"] == "compiled", "kernels are loaded", 60)
