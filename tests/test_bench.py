@@ -646,7 +646,7 @@ def test_modes_and_scenarios_travel_as_json() -> None:
     mode = Mode("some", "local", {"every": 16}, serve=("--quorum", "1"))
     assert Mode.from_json(mode.to_json()) == mode
     scenario = scenario_of("unequal", 3, 3.0, 12.5e6)
-    assert scenario == Scenario("the first worker 3 times slower", (3.0, 1.0, 1.0))
+    assert scenario == Scenario("the first worker 3 times slower", (4.5, 1.5, 1.5))
     assert Scenario.from_json(scenario.to_json()) == scenario
     assert scenario_of("link", 2, 3.0, 12.5e6) == Scenario("links of 100 Mbit/s", (1.0, 1.0), 12.5e6)
     assert len({one.name for one in MODES}) == len(MODES)
