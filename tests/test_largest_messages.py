@@ -40,6 +40,7 @@ from gradserver.protocol.limits import (
     MAX_URL,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
+    PROBE_BYTES,
 )
 from gradserver.protocol.message_family import message as message_family
 from gradserver.protocol.messages import (
@@ -68,6 +69,8 @@ from gradserver.protocol.messages import (
     Ping,
     Place,
     Present,
+    Probe,
+    Probed,
     Propose,
     Push,
     Ready,
@@ -91,6 +94,7 @@ from gradserver.protocol.messages.leases import Claim, Claimed, Located, Registe
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, Standing
 from gradserver.protocol.offers import Device, Offer, pack_offers
 from gradserver.protocol.planes import IN_PROCESS
+from gradserver.protocol.slicing import MAX_GRAIN
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 
 LONG = "w" * MAX_NAME_BYTES
@@ -107,7 +111,7 @@ PLACE = Place(MAX_COUNTER, MAX_COUNTER)
 LABEL = "l" * MAX_LABEL
 DEVICES = (Device(LABEL, LABEL, MAX_COUNTER),) * MAX_DEVICES
 FACTS = LABEL, LABEL, LABEL, (LABEL,) * 8, LABEL, LABEL, DEVICES, "t" * MAX_TROUBLE, "u" * MAX_URL
-OFFER = Offer(IN_PROCESS, IN_PROCESS, *FACTS)
+OFFER = Offer(IN_PROCESS, IN_PROCESS, *FACTS)._replace(rate=MAX_RATE, trip=MAX_TIMEOUT)
 REASON = WIDE * (MAX_PLANE_REASON // len(WIDE.encode()))
 OPERATION = Operation(Kind.ALL_REDUCE, Op.PRODUCT, FLOAT32, MAX_NUMEL, MAX_WORLD_SIZE - 1)
 
@@ -161,6 +165,7 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
                 staleness=MAX_STALENESS,
                 damping="inverse",
                 places=MAX_WORLD_SIZE,
+                grain=MAX_GRAIN,
             ),
             told,
         ),
@@ -183,6 +188,8 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (Inquire(KEY), -1),
         (Missing(KEY, (f"{LONG!r} (rank {last})",) * 32), -1),
         (Leave(TEXT, True), -1),
+        (Probe(), PROBE_BYTES),
+        (Probed(), -1),
         (Ping(), -1),
         (StatusRequest(), -1),
         (Status(), 1),

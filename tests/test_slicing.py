@@ -115,9 +115,9 @@ def test_other_operations_are_cut_as_ever(kind: Exchanged) -> None:
     rates,
     st.integers(1, 9),
     grains,
-    st.sampled_from(("plain", "median")),
+    st.sampled_from(("plain", "krum:1")),
 )
-@example([600_000], "fp32", (1.0,), 3, grain_of(GBIT), "median")
+@example([600_000], "fp32", (1.0,), 3, grain_of(GBIT), "krum:1")
 def test_each_element_has_one_slice_and_all_participants_find_it(
     numels: list[int], codec: str, shards: tuple[float, ...], world: int, grain: int, rule: str
 ) -> None:
