@@ -27,6 +27,7 @@ from gradserver.protocol.codecs.dense import Int8
 from gradserver.tools.bench import arguments as parse, codec_suite, suites, train_suite
 from gradserver.tools.bench.advice import advise
 from gradserver.tools.bench.contenders import wrong
+from gradserver.tools.bench.cost import Cost, Timed, per_gigabyte, processor_seconds
 from gradserver.tools.bench.fleet import Fleet, Needs
 from gradserver.tools.bench.member import mean_pattern, pattern
 from gradserver.tools.bench.mode_plot import save_plot as save_mode_plot
@@ -113,6 +114,9 @@ def test_same_host_reports_every_variant_and_draws(tmp_path: Path) -> None:
         assert row["limit_s"] == row["limit_time_s"]["median"] > 0
         assert row["peer_time_s"]["n"] == row["limit_time_s"]["n"] == 3
         assert row["share_of_limit"] == pytest.approx(row["limit_s"] / row["time_s"]["median"])
+        in_threads = row["variant"] == "threads"
+        assert ("coordinator_s_per_gb" in row, "worker_s_per_gb" in row) == (not in_threads, not in_threads)
+        assert in_threads or 0 < row["coordinator_s_per_gb"] * 2 * row["workers"] * row["bytes"] < 1e12
     assert rows[0]["operations_per_sample"] > 1
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -125,10 +129,10 @@ def test_loopback_prints_a_table() -> None:
     assert lines[0] == "gradserver bench loopback"
     heading = next(i for i, line in enumerate(lines) if line.startswith("3 processes over TCP"))
     names, units, row = lines[heading + 1 : heading + 4]
-    expected = "size type wire time quartiles algbw busbw #wrong gloo gloo/ours limit reached"
+    expected = "size type wire time quartiles algbw #wrong gloo gloo/ours reached coord worker"
     assert names.split() == expected.split()
-    assert units.split() == ["bytes", "ms", "ms", "GB/s", "GB/s", "ms", "ms"]
-    assert re.fullmatch(r" +400,000  plan +fp32( +\S+){4} +0( +\S+) +\S+x +\S+ +\S+%", row)
+    assert units.split() == ["bytes", "ms", "ms", "GB/s", "ms", "s/GB", "s/GB"]
+    assert re.fullmatch(r" +400,000  plan +fp32( +\S+){3} +0( +\S+) +\S+x +\S+%( +[0-9.]+){2}", row)
     assert len(names) == len(row)
     assert all(len(line) <= 120 for line in lines)
     last = " ".join(lines[heading + 5 :])
@@ -565,6 +569,22 @@ def test_limit_of_links() -> None:
 # ── reports ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+BUSY = """
+import threading, time
+
+def work():
+    while time.thread_time() < 0.2:
+        pass
+
+for thread in [threading.Thread(target=work) for _ in range(2)]:
+    thread.start()
+    thread.join()
+print(time.process_time(), flush=True)
+input()
+"""
+"""A process with threads that take processor time and end."""
+
+
 def a_row(seconds: float = 0.01, wrong: int = 0, limit: str = "memory", nbytes: int = 1_000_000) -> Row:
     times = Stats.of([seconds, seconds, seconds])
     return Row(
@@ -594,8 +614,28 @@ def test_tables_are_aligned(layout: str) -> None:
 
 def test_table_line() -> None:
     assert Table("same-host").line(a_row()).split() == (
-        ["1,000,000", "plan", "10.0", "10.0..10.0", "0.100", "0.150", "0", "20.0", "2.00x", "5.00", "50.0%"]
+        ["1,000,000", "plan", "10.0", "10.0..10.0", "0.100", "0", "20.0", "2.00x", "50.0%", "-", "-"]
     )
+
+
+def test_cost_is_of_the_operations_of_all_workers() -> None:
+    timed = [Timed(1.0, 0.2, 5.0, 7.5), Timed(1.1, 0.4, 5.5, 8.0)]
+    cost = Cost.of(timed, count=2)
+    assert tuple(cost) == (pytest.approx(1.5), pytest.approx(0.15))  # of 5.0 to 8.0, and the mean of 0.2 and 0.4
+    assert per_gigabyte([cost], workers=2, nbytes=0.5e9) == {
+        "coordinator_s_per_gb": pytest.approx(0.75),
+        "worker_s_per_gb": pytest.approx(0.15),
+    }
+
+
+def test_processor_time_of_another_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        own = float(other.stdout.readline())  # it now waits for its standard input
+        assert processor_seconds([other.pid]) == pytest.approx(own, abs=0.05)
+        assert processor_seconds([other.pid, other.pid]) == pytest.approx(2 * own, abs=0.1)
+        other.stdin.close()
 
 
 @pytest.mark.parametrize("sizes", [[1_000_000], [8, 4096, 1_000_000]])

@@ -17,6 +17,7 @@ import zmq
 import gradserver
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
+from gradserver.tools.bench.cost import Timed, processor_seconds
 from gradserver.tools.bench.member import Member, mean_pattern, pattern
 from gradserver.tools.bench.spec import FLOAT_BYTES, Case, Contender
 
@@ -43,18 +44,20 @@ class Contestant(ABC):
     def once(self) -> None:
         """Do the work once."""
 
-    def timed(self, count: int) -> float:
-        """Measure the seconds for doing the work `count` times in a row.
+    def timed(self, count: int) -> Timed:
+        """Measure the time for doing the work `count` times in a row, and its processor time.
 
         Repeated work is warmed up: earlier contenders have left their data in the caches, and its own threads asleep.
         """
         for _ in range(min(count - 1, _WARM_UP)):
             self.once()
         self.align()
+        theirs, own = processor_seconds(self.member.seat.servers), time.process_time()
         began = time.perf_counter()
         for _ in range(count):
             self.once()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        return Timed(seconds, time.process_time() - own, theirs, processor_seconds(self.member.seat.servers))
 
     def check(self) -> dict[str, Any]:
         """Check the result. Return the number of `wrong` elements, and perhaps further figures."""
@@ -228,7 +231,7 @@ class Threads(Contestant):
         """Call one operation in all threads."""
         self.timed(1)
 
-    def timed(self, count: int) -> float:
+    def timed(self, count: int) -> Timed:
         """Measure the longest time of all threads."""
 
         def work(worker: gradserver.Worker) -> float:
@@ -239,7 +242,7 @@ class Threads(Contestant):
                 worker.all_reduce(tensor)
             return time.perf_counter() - began
 
-        return max(self._cluster.run(work))
+        return Timed(max(self._cluster.run(work)))
 
     def check(self) -> dict[str, Any]:
         """Check as `AllReduce.check` does."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from gradserver.tools.bench.cost import Cost, Timed
 from gradserver.tools.bench.places import Here, Place
 from gradserver.tools.bench.processes import Processes, ask
 from gradserver.tools.bench.spec import Case, Contender, Link, Seat
@@ -44,6 +45,7 @@ class Measured:
     wrong: int = 0
     in_a_row: int = 1
     figures: dict[str, float] = field(default_factory=dict)
+    costs: list[Cost] = field(default_factory=list)
 
 
 Progress = Callable[[str], None]
@@ -62,6 +64,8 @@ class Fleet:
         self._processes = Processes(folder, more)
         self._copies = Copies(_IMPORTS, {**single_threaded(), **more}, folder / "forks.log")
         self._members: list[Child] = []
+        self._servers: list[Child] = []
+        """The coordinator and its data shards."""
         self._threads: Child | None = None
         try:
             self._start()
@@ -87,9 +91,9 @@ class Fleet:
         for one in case.contenders:
             wrong[one.name] += self._check(one)[0]
             self._time(one, 1)
-            warm = self._time(one, 1)
+            warm = self._time(one, 1)[0]
             in_a_row[one.name] = max(1, min(MOST_IN_A_ROW, round(sample_seconds / max(warm, 1e-7))))
-        samples: dict[str, list[float]] = {one.name: [] for one in case.contenders}
+        samples: dict[str, list[tuple[float, Cost]]] = {one.name: [] for one in case.contenders}
         for repetition in range(repetitions):
             progress(f"repetition {repetition + 1} of {repetitions}")
             for one in case.contenders:
@@ -97,8 +101,9 @@ class Fleet:
         measured: dict[str, Measured] = {}
         for one in case.contenders:
             more, figures = self._check(one)
-            times = Stats.of(samples[one.name])
-            measured[one.name] = Measured(times, wrong[one.name] + more, in_a_row[one.name], figures)
+            times = Stats.of([seconds for seconds, _ in samples[one.name]])
+            costs = [cost for _, cost in samples[one.name]]
+            measured[one.name] = Measured(times, wrong[one.name] + more, in_a_row[one.name], figures, costs)
         return measured
 
     def __enter__(self) -> Self:
@@ -147,6 +152,7 @@ class Fleet:
                 hub,
                 place.worker_address(rank),
                 needs.ring,
+                tuple(child.process.pid for child in self._servers),
                 TIMEOUT,
             )
             ask(self._members[-1], {"do": "seat", "seat": asdict(seat)})
@@ -179,6 +185,7 @@ class Fleet:
 
     def _serve(self, name: str, arguments: Sequence[str], prefix: Sequence[str]) -> str:
         child = self._processes.start(name, "-m", "gradserver", *arguments, prefix=prefix)
+        self._servers.append(child)
         (line,) = self._processes.lines([child], SILENCE)
         return listening_url(child, line)
 
@@ -201,9 +208,11 @@ class Fleet:
         assert self._threads is not None, "the fleet has no process for threads"
         return [self._threads]
 
-    def _time(self, contender: Contender, count: int) -> float:
+    def _time(self, contender: Contender, count: int) -> tuple[float, Cost]:
+        """Measure the time of one of ``count`` operations, and its processor time."""
         answers = self._ask(self._of(contender), {"do": "run", "name": contender.name, "count": count})
-        return max(float(answer["seconds"]) for answer in answers) / count
+        timed = [Timed(**answer) for answer in answers]
+        return max(one.seconds for one in timed) / count, Cost.of(timed, count)
 
     def _check(self, contender: Contender) -> tuple[int, dict[str, float]]:
         """Count the wrong values over all ranks, and compute the mean over the ranks of every other figure."""

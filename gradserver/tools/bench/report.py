@@ -163,15 +163,19 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "decode": Column("decode", "GB/s", 7, lambda row: _gigabytes(row.nbytes / row.more["decode_s"])),
         "combine": Column("combine", "GB/s", 7, lambda row: _gigabytes(row.nbytes / row.more["combine_s"])),
         "copying": Column("memcpy", "GB/s", 7, lambda row: _gigabytes(row.nbytes / (row.limit_seconds or math.inf))),
+        "coordinator": Column("coord", "s/GB", 6, lambda row: maybe(row.more.get("coordinator_s_per_gb"), _two)),
+        "worker": Column("worker", "s/GB", 6, lambda row: maybe(row.more.get("worker_s_per_gb"), _two)),
         "computing": Column("compute", unit, 8, lambda row: maybe(row.more.get("compute_s"), shown)),
     }
 
 
-_REDUCING = ("size", "variant", "wire", "time", "spread", "algbw", "busbw", "wrong", "peer", "ratio", "limit", "share")
+_TIMES = ("size", "variant", "wire", "time", "spread", "algbw", "wrong", "peer", "ratio")
+_REDUCING = (*_TIMES, "share", "coordinator", "worker")
+_LATENCY = tuple(name for name in (*_TIMES, "limit", "share") if name not in ("wire", "algbw"))
 LAYOUTS = {
     "all_reduce": ("ms", milliseconds, _REDUCING),
     "same-host": ("ms", milliseconds, tuple(name for name in _REDUCING if name != "wire")),
-    "latency": ("us", microseconds, tuple(name for name in _REDUCING if name not in ("wire", "algbw", "busbw"))),
+    "latency": ("us", microseconds, _LATENCY),
     "step": (
         "ms",
         milliseconds,
@@ -215,8 +219,9 @@ LARGE_BYTES = 1_000_000
 NOTES = {
     "all_reduce": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
-        "algbw: size / time; busbw: algbw * 2(W-1)/W as in nccl-tests; #wrong: values checked against the exact mean",
-        "gloo/ours: above 1.00x gradserver is faster; limit: shortest time for the bytes; reached: limit / time",
+        "algbw: size / time; #wrong: values checked against the exact mean",
+        "gloo/ours: above 1.00x gradserver is faster; reached: the shortest time for the bytes / time",
+        "coord, worker: processor seconds of the coordinator, and of a worker, per GB of payload in and out",
     ),
     "latency": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
@@ -326,6 +331,10 @@ def _gigabytes(bandwidth: float) -> str:
 
 def _megabytes(nbytes: float) -> str:
     return figures(nbytes / 1e6)
+
+
+def _two(seconds: float) -> str:
+    return figures(seconds, 2)
 
 
 def _error(error: float) -> str:

@@ -37,6 +37,7 @@ class Seat:
         hub: URL of the plain pyzmq peer; empty for none.
         host: address at which this process can be reached, for the ring of plain sockets.
         ring: whether to connect that ring.
+        servers: process ids of the coordinator and its data shards.
         timeout: time limit of each wait, in seconds.
     """
 
@@ -48,12 +49,14 @@ class Seat:
     hub: str = ""
     host: str = "127.0.0.1"
     ring: bool = False
+    servers: tuple[int, ...] = ()
     timeout: float = 120.0
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Seat:
         """Make a seat of the dict that `asdict` made."""
-        return cls(**{**fields, "links": tuple(Link(**link) for link in fields["links"])})
+        links = tuple(Link(**link) for link in fields["links"])
+        return cls(**{**fields, "links": links, "servers": tuple(fields["servers"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from gradserver.tools.bench.cost import per_gigabyte
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
 from gradserver.tools.bench.places import Place
 from gradserver.tools.bench.report import Row
@@ -92,6 +93,8 @@ def _row(
     fleet: Fleet, case: Case, one: Contender, measured: dict[str, Measured], limit: str, limit_time: Stats | float
 ) -> Row:
     mine, peer = measured[one.name], measured[_peer(one.wire)]
+    in_threads = one.kind == "threads"
+    cost = {} if in_threads else per_gigabyte(mine.costs, fleet.workers, _on_wire(case.nbytes, one.wire))
     return Row(
         "all_reduce",
         one.name.partition(" ")[0],
@@ -106,6 +109,7 @@ def _row(
         peer.wrong,
         limit,
         limit_time,
+        cost,
     )
 
 

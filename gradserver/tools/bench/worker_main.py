@@ -6,7 +6,7 @@ Takes requests on standard input and answers on standard output, one line of JSO
     {"do": "join", "addresses": …}             connect                              {}
     {"do": "prepare", "case": …, "names": …}   set up these contenders of a case    {}
     {"do": "check", "name": …}                 verify a contender's results         {"wrong": …, …}
-    {"do": "run", "name": …, "count": …}       measure                              {"seconds": …}
+    {"do": "run", "name": …, "count": …}       measure                              `cost.Timed`'s fields
     {"do": "end"}                              leave
 """
 
@@ -51,7 +51,7 @@ class Process:
         contestant = self.contestants[request["name"]]
         if do == "check":
             return contestant.check()
-        return {"seconds": contestant.timed(request["count"])}
+        return contestant.timed(request["count"])._asdict()
 
     def prepare(self, member: Member, case: Case, names: list[str]) -> None:
         """Set up the contenders of a new case, in their order, which is the same in all processes."""
