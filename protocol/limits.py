@@ -27,6 +27,9 @@ MAX_FRAME_BYTES: Final = 4 * MIB
 SLICE_BYTES: Final = 1 * MIB
 """Bytes of the largest slice of a bucket or tensor. It is reduced while it is in cache and keeps the pipe full."""
 
+RUN_BYTES: Final = MAX_FRAME_BYTES
+"""Bytes of one payload. It has one slice, or several that follow one another and have no codec."""
+
 MAX_TEXT: Final = 4 * KIB
 """Characters in a name or a reason."""
 
@@ -37,8 +40,7 @@ MAX_LIST: Final = 1024
 """Items of any list in a header."""
 
 MAX_SLICES: Final = MAX_LIST // 2
-"""Slices that one message names; more than one only if they lie in shared memory. Their credit is below a slice. A
-Result has two numbers for each."""
+"""Slices that one message names. In shared memory their credit is below a slice. A Result has two numbers for each."""
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256

@@ -51,6 +51,7 @@ from gradserver.protocol.messages import (
     StatusRequest,
     Welcome,
 )
+from gradserver.protocol.messages.recovery import Held
 from gradserver.protocol.offers import Offer, pack_offers
 from gradserver.protocol.plan import simple_plan
 from gradserver.protocol.url import no_coordinator, parse_target
@@ -164,9 +165,9 @@ STRANGE: dict[str, tuple[list[bytes], type[GradServerError], str]] = {
     "payload where none goes": ([encode(JOIN), b"payload"], MalformedMessageError, "Join with 1 payloads; 0 to 0 go"),
     "payload missing": ([encode(Propose(PLAN.hash))], MalformedMessageError, "Propose with 0 payloads; 1 to 1 go"),
     "slice too large": (
-        [encode(Push(KEY, 0)), bytes(SLICE_BYTES + 1)],
+        [encode(Held(1, KEY, 0, 1.0, True)), bytes(SLICE_BYTES + 1)],
         LimitExceededError,
-        f"Push with a payload of {SLICE_BYTES + 1} bytes, the limit is {SLICE_BYTES}",
+        f"Held with a payload of {SLICE_BYTES + 1} bytes, the limit is {SLICE_BYTES}",
     ),
     "many frames": ([encode(Push(KEY, 0))] + [b"x"] * 5000, MalformedMessageError, "Push with 5000 payloads"),
     "push": (

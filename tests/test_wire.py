@@ -34,6 +34,7 @@ from gradserver.protocol.limits import (
     MAX_WORLD_SIZE,
     MIB,
     PROTOCOL_VERSION,
+    RUN_BYTES,
     SLICE_BYTES,
 )
 from gradserver.protocol.message_family import message as message_family
@@ -354,7 +355,6 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(-1)], "unknown message type -1"),
         ([header(11, 1)], "StatusRequest has 0 fields, got 1"),
         ([header(11), b""], "StatusRequest with 1 payloads; 0 to 0 go with it"),
-        ([header(5, [0, 0, 0], 0, 1.0, True, None, 2, None), b""], "a Push of 2 slices with a payload: one at most"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
@@ -475,10 +475,11 @@ def of(kind: Message, *sizes: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("frames", "fits"),
     [
-        (of(Push(KEY, 0), SLICE_BYTES), True),
-        (of(Push(KEY, 0), SLICE_BYTES + 1), False),
-        (of(Result(KEY, 0, 1.0, True), SLICE_BYTES), True),
-        (of(Result(KEY, 0, 1.0, True), SLICE_BYTES + 1), False),
+        (of(Push(KEY, 0), RUN_BYTES), True),
+        (of(Push(KEY, 0), RUN_BYTES + 1), False),
+        (of(Push(KEY, 0, slices=4), RUN_BYTES), True),
+        (of(Result(KEY, 0, 1.0, True), RUN_BYTES), True),
+        (of(Result(KEY, 0, 1.0, True), RUN_BYTES + 1), False),
         (of(Propose("hash"), MAX_FRAME_BYTES), True),
         (of(Propose("hash"), MAX_FRAME_BYTES + 1), False),
         (of(Status(), MAX_FRAME_BYTES + 1), False),

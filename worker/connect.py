@@ -28,7 +28,7 @@ from gradserver.protocol.errors import (
     JoinTimeoutError,
     raised,
 )
-from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE
+from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
 from gradserver.protocol.messages import Join, Welcome
 from gradserver.protocol.offers import summary
 from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, IN_PROCESS, SHM, TCP, WISHES
@@ -208,6 +208,8 @@ def join(wish: Wish) -> Worker:
         _attend_shards(connection, session, until)
         if channel != "tcp":
             _share_memory(connection, channel == "shm", session.resumption is not None)
+        if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
+            session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
         connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
         worker = Worker(session, connection.kind, wish.wire)
     except BaseException:

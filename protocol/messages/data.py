@@ -27,7 +27,7 @@ from gradserver.protocol.fields import (
     any_rank,
     count,
 )
-from gradserver.protocol.limits import MAX_NUMEL, MAX_SLICES, SLICE_BYTES
+from gradserver.protocol.limits import MAX_NUMEL, MAX_SLICES, RUN_BYTES
 from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
 # ── slices, and the memory that they lie in ───────────────────────────────────────────────────────────
@@ -101,7 +101,7 @@ _Place = Annotated[Place | None, Field(_place)]
 _Operation = Annotated[Operation | None, Field(unpack_operation, pack_operation)]
 
 
-@message(5, Payloads.optional(SLICE_BYTES), shorter=(5, 7, 8))
+@message(5, Payloads.optional(RUN_BYTES), shorter=(5, 7, 8))
 class Push(NamedTuple):
     """One worker's contribution to one slice, or to several that follow one another.
 
@@ -113,7 +113,7 @@ class Push(NamedTuple):
         weight: this worker's weight, constant over an exchange; 0 means that it does not count.
         present: whether there is data. Without it the contribution is all zeros (or not called for).
         operation: the exchange's operation, as this worker has it; None for buckets, where the plan has it.
-        slices: how many. More than one only in shared memory.
+        slices: how many. Of a lossy codec, each has a message of its own.
         place: where in shared memory the contribution lies (if present) and the result belongs.
         epoch: the sender's membership, on the first slice of what depends on the world size, and of transfers; 0
             elsewhere.
@@ -134,21 +134,20 @@ class Push(NamedTuple):
         """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
         if count != (self.present and self.place is None):
             raise refuse_payloads("Push")
-        if self.slices > 1 and self.present and self.place is None:
-            raise MalformedMessageError(f"a Push of {self.slices} slices with a payload: one at most")
         if self.target is not None and self.place is None:
             raise MalformedMessageError("a Push that names a place for its result, and none for what it gives")
 
 
-@message(6, Payloads.optional(SLICE_BYTES), shorter=(4, 5, 6, 7, 8, 9, 10))
+@message(6, Payloads.optional(RUN_BYTES), shorter=(4, 5, 6, 7, 8, 9, 10))
 class Result(NamedTuple):
-    """The result of a slice, or of several. ``weight`` is the sum over contributions that counted; 0 if none did.
+    """The result of a slice, or of several that were pushed together.
 
-    Without data (``present``) the result is zeros, or none was called for. If it is ``placed``, it lies in
-    shared memory where the Push said (at its target, if it named one); else it is the payload. Some
-    of the members that were there when the exchange began may be ``without`` a part in these slices: cut off, or late.
-    A listener is sent results of buckets that it has not pushed, always as payloads. In durable groups a bucket's
-    result names the ``weights`` of the contributions that counted, by member id; 0 for the others.
+    ``weight`` is the sum over contributions that counted; 0 if none did. Without data (``present``) the result is
+    zeros, or none was called for. If it is ``placed``, it lies in shared memory where the Push said (at its target, if
+    it named one); else it is the payload. Some of the members that were there when the exchange began may be
+    ``without`` a part in these slices: cut off, or late. A listener is sent results of buckets that it has not pushed,
+    always as payloads. In durable groups a bucket's result names the ``weights`` of the contributions that counted, by
+    member id; 0 for the others.
 
     With the last result of a round the round may be ``over``, and the membership stays as it is: no RoundDone follows.
 
@@ -177,8 +176,6 @@ class Result(NamedTuple):
         """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
         if count != (self.present and not self.placed):
             raise refuse_payloads("Result")
-        if self.slices > 1 and self.present and not self.placed:
-            raise MalformedMessageError(f"a Result of {self.slices} slices with a payload: one at most")
 
 
 @message(29)

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from gradserver.protocol.buffer import Buffer, Bytes
-from gradserver.protocol.errors import GradServerError, MalformedMessageError
+from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
@@ -18,6 +18,7 @@ from gradserver.worker.member.coder import Coder, Encoded
 from gradserver.worker.member.ends import Destination, Source
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.regions import Regions
+from gradserver.worker.member.siblings import Siblings
 from gradserver.worker.member.slots import SLOT_BYTES, SMALLEST_BYTES, Memory, Slot, Slots
 from gradserver.worker.member.waiter import Waiter
 
@@ -30,30 +31,6 @@ class Staged(NamedTuple):
     slot: Slot
     start: int
     stop: int
-
-
-class Siblings:
-    """The parts of one exchange at several data shards, which are one thing to the caller that waits for it.
-
-    Attributes:
-        left: how many are neither done nor given up.
-        error: why the exchange failed, if a shard has said so.
-        verdict: what is known if no shard says why.
-        done: parts that are done, of a collective that a recovery begins again whole.
-    """
-
-    __slots__ = ("done", "error", "left", "verdict")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self.error: GradServerError | None = None
-        self.verdict: GradServerError | None = None
-        self.done: list[Exchange] = []
-
-    def take_back(self, part: Exchange) -> None:
-        """Count a part that was done as open."""
-        self.done.remove(part)
-        self.left += 1
 
 
 class Exchange:
@@ -71,6 +48,9 @@ class Exchange:
         answered: slices with their result here.
         settled: slices that are not sent: they had their result before all was begun again.
         first: the first slice that is sent.
+
+    Slices that follow one another travel together in messages of up to ``room`` bytes. All members divide an exchange
+    at the same places, so that what is complete has the size of a message, too.
     """
 
     __slots__ = (
@@ -86,6 +66,7 @@ class Exchange:
         "_source",
         "_staged",
         "_through",
+        "_together",
         "answered",
         "dropped",
         "epoch",
@@ -120,13 +101,14 @@ class Exchange:
         channel: Memory,
         slots: Slots,
         coder: Coder | Encoded | None = None,
-        shard: int = 0,
-        interval: tuple[int, int] | None = None,
-        siblings: Siblings | None = None,
         epoch: int = 0,
         regions: Regions | None = None,
         heavier: Mapping[int, float] = NO_SLICES,
         progress: Progress | None = None,
+        shard: int = 0,
+        interval: tuple[int, int] | None = None,
+        siblings: Siblings[Exchange] | None = None,
+        room: int = 0,
     ) -> None:
         self.key = key
         self.pool = pool
@@ -157,6 +139,7 @@ class Exchange:
         self._slots, self._regions = slots, regions
         self._staged: dict[int, Staged] = {}
         self._find_place()
+        self._together = 1 if layout.count == 1 or regions is not None else self._fitting(room)
 
     def _find_place(self) -> None:
         """Find the place in shared memory in which contribution and result lie, or through which they pass."""
@@ -169,19 +152,30 @@ class Exchange:
         long = self._coder is None and self.layout.run_bytes(self.start, self.start + 1) >= SMALLEST_BYTES
         self._through = self._slots if long and self.place is None else None
 
-    def push(self) -> tuple[Push, Sequence[Buffer]] | None:
-        """The next message: one slice that travels, or as many as lie in shared memory. None: not now."""
+    def _fitting(self, room: int) -> int:
+        """Return the number of slices that travel in one message of up to ``room`` bytes."""
+        is_plain = self._source is None or isinstance(self._source, np.ndarray)
+        travels = self.place is None and self._coder is None and is_plain
+        if not (travels and self.operation.kind in IN_PLACE):
+            return 1
+        return min(max(room // self.layout.run_bytes(self.start, self.start + 1), 1), MAX_SLICES)
+
+    def push(self, alone: bool = False) -> tuple[Push, Sequence[Buffer]] | None:
+        """The next message: slices that travel together, or as many as lie in shared memory. None: not now.
+
+        Of those that travel it has one, if that is to go ``alone``.
+        """
         if self.is_filling:
             return None
         begins = self.sent == self.first
-        message = self._next()
+        message = self._next(alone)
         if self.settled:
             self._pass_settled()
         if message is None or not (self.epoch and begins):
             return message
         return message[0]._replace(epoch=self.epoch), message[1]
 
-    def _next(self) -> tuple[Push, Sequence[Buffer]] | None:
+    def _next(self, alone: bool) -> tuple[Push, Sequence[Buffer]] | None:
         index, layout = self.sent, self.layout
         operation = self.operation if index == self.first and self.key.stream != BUCKET else None
         if self.place is not None:
@@ -191,16 +185,16 @@ class Exchange:
                 return self._push_slot(index, slot, operation), ()
             if self._staged:  # one of its own slots will be free; others' may wait for this exchange
                 return None
-        self.sent += 1
+        self.sent = stop = index + 1 if alone else self._message_stop()
         if self._source is None:
-            return Push(self.key, index, self._weight_of(index), False, operation), ()
+            return Push(self.key, index, self._weight_of(index), False, operation, stop - index), ()
         if self._coder is not None:
             return Push(self.key, index, self._weight_of(index), True, operation), (self._coder.encode(index),)
         if layout.count == 1:  # then it lies in one piece
             whole = self._source.data  # type: ignore[union-attr]
             return Push(self.key, index, self._weight_of(index), True, operation), (whole,)
-        given = self._part(self._source, index, index + 1).data
-        return Push(self.key, index, self._weight_of(index), True, operation), (given,)
+        given = self._part(self._source, index, stop).data
+        return Push(self.key, index, self._weight_of(index), True, operation, stop - index), (given,)
 
     def _push_place(self, index: int, place: Place, operation: Operation | None) -> tuple[Push, Sequence[Buffer]]:
         count = min(self._run_stop(index) - index, MAX_SLICES)
@@ -238,12 +232,19 @@ class Exchange:
     def next_cost(self) -> int:
         """Credit that the next message takes, in bytes, if it travels; else at least as much."""
         if self.place is None:
-            return self.layout.cost(self.sent)
+            return self.layout.run_cost(self.sent, self._message_stop(), False)
         return self.cost(self.sent, min(self._run_stop(self.sent), self.sent + MAX_SLICES))
 
     def cost(self, start: int, stop: int) -> int:
         """Credit of the slices from ``start`` up to ``stop``, all in one message, in bytes."""
         return self.layout.run_cost(start, stop, self.place is not None or start in self._staged, self.start)
+
+    def _message_stop(self) -> int:
+        """Return the end of the slices that travel in the next message."""
+        if self._together == 1:
+            return self.sent + 1
+        end = self.sent + self._together - (self.sent - self.start) % self._together
+        return min(end, self._run_stop(self.sent))
 
     def _run_stop(self, start: int) -> int:
         """Return the end of the slices that follow ``start`` and must be sent."""

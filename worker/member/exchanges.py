@@ -32,13 +32,14 @@ from gradserver.worker.member.backlog import Unasked, room_for
 from gradserver.worker.member.coder import Workspace, coder_of
 from gradserver.worker.member.effects import Effects, Tell
 from gradserver.worker.member.ends import Destination, Source
-from gradserver.worker.member.exchange import NO_SLICES, Exchange, Siblings
+from gradserver.worker.member.exchange import NO_SLICES, Exchange
 from gradserver.worker.member.identity import Identity
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.progress import Progress
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
+from gradserver.worker.member.siblings import Siblings
 from gradserver.worker.member.slots import Memory, Slots
 from gradserver.worker.member.stragglers import Stragglers, lacks
 from gradserver.worker.member.waiter import Waiter
@@ -151,8 +152,7 @@ class Exchanges:
         return ExchangeKey(TRANSFER, number, tag, giver, taker)
 
     def _next_number(self, *sequence: int) -> int:
-        number = self._numbers.get(sequence, 0)
-        self._numbers[sequence] = number + 1
+        self._numbers[sequence] = (number := self._numbers.get(sequence, 0)) + 1
         return number
 
     def begin(
@@ -185,17 +185,17 @@ class Exchanges:
         epoch = welcome.epoch if operation.kind in WORLD_BOUND or key.stream == TRANSFER else 0
         regions = inventory.regions if inventory is not None else None
         if len(bounds) == 2:
-            exchange = Exchange(*what, epoch=epoch, regions=regions, heavier=heavier, progress=progress)
+            exchange = Exchange(*what, epoch, regions, heavier, progress, room=self.shards[0].message_bytes)
             if inventory is not None and inventory.begun(exchange, stragglers.came(key), self._heed_early):
                 self.effects.complete(waiter)
             else:
                 self.shards[0].add(exchange, stragglers.is_over(key))
             return
         parts = [(shard, run) for shard, run in enumerate(pairwise(bounds)) if run[0] < run[1]]
-        siblings = Siblings(len(parts))
+        siblings = Siblings[Exchange](len(parts))
         came: list[Unasked] = stragglers.came(key) if inventory is not None else []
         for shard, run in parts:
-            exchange = Exchange(*what, shard, run, siblings, epoch, regions, heavier, progress)
+            exchange = Exchange(*what, epoch, regions, heavier, progress, shard, run, siblings)
             if inventory is None or not inventory.begun(exchange, came, self._heed_early):
                 self.shards[shard].add(exchange, stragglers.is_over(key))
             elif self._part_over(exchange, siblings, None)[0]:
@@ -346,7 +346,7 @@ class Exchanges:
             self.fail(key, error, number)
 
     def _part_over(
-        self, part: Exchange, siblings: Siblings, error: GradServerError | None
+        self, part: Exchange, siblings: Siblings[Exchange], error: GradServerError | None
     ) -> tuple[bool, GradServerError | None]:
         """End one shard's part of an exchange. Return whether all of it has ended, and with which error.
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Pool, Stream
-from gradserver.protocol.messages import Push
+from gradserver.protocol.messages import Push, Welcome
 from gradserver.worker.member.exchange import Exchange
+
+_MESSAGES_IN_FLIGHT: Final = 4
+"""Messages with several slices that are under way at once at least: one comes while another one is reduced."""
 
 
 class SendQueue:
@@ -51,13 +55,13 @@ class SendQueue:
                 return push
             # Neither credit nor slots that are taken may hold back what all wait for.
             first = frontier(shard) if pool is Pool.BUCKETS else None
-            if first is not None and (push := self._push(first)) is not None:
+            if first is not None and (push := self._push(first, alone=True)) is not None:
                 return push
         return None
 
-    def _push(self, exchange: Exchange) -> tuple[Push, Sequence[Buffer]] | None:
+    def _push(self, exchange: Exchange, alone: bool = False) -> tuple[Push, Sequence[Buffer]] | None:
         before = exchange.sent
-        push = exchange.push()
+        push = exchange.push(alone)
         if push is not None:
             self._in_flight[exchange.pool] += exchange.cost(before, before + push[0].slices)  # not of settled ones
             if exchange.sent == exchange.stop:
@@ -123,8 +127,18 @@ class ShardTraffic:
         self.number = number
         self.held = False
         """True while nothing is pushed, until it is known again what counts."""
+        self.message_bytes = 0
+        """Bytes of the slices that travel in one message. 0: each slice has its own."""
         self.exchanges: dict[ExchangeKey, Exchange] = {}
         self.queue = SendQueue()
+
+    def send_together(self, nbytes: int, welcome: Welcome) -> None:
+        """Send slices that travel in messages of up to ``nbytes``, if rounds wait for all members.
+
+        Where they do not, a member that has used up its credit must show, and waits for no more credit than a slice's.
+        """
+        if welcome.mode == "sync" and not welcome.late:
+            self.message_bytes = min(nbytes, welcome.credit // _MESSAGES_IN_FLIGHT)
 
     def hold(self) -> None:
         """Push nothing, until `release`."""

@@ -216,8 +216,7 @@ def _tell(
         own = tuple(squares[: 2 * slices]) if present else ()
         return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite, own)
 
-    placed = empty = None  # made when a member is to get them: most often all get the same one
-    travels: list[tuple[Result, Sequence[Buffer]]] = []
+    placed = empty = run = None  # made when a member is to get them: most often all get the same one
     connections, departed = group.members.connections, group.members.departed
     whole: Any = payload  # where it is the same for all
     parts = dict(zip(given, payload, strict=True)) if type(payload) is tuple else None
@@ -238,16 +237,17 @@ def _tell(
         if parts is not None:
             effects.send(connection, result(True, 1, False), (parts[member_id],))
             continue
-        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole, squares)
-        for one, payloads in travels:
-            effects.send(connection, one, payloads)
+        run = run or result(True, stop - start, False)  # it has pushed these slices together, too
+        effects.send(connection, run, (whole,))
     if sent:
         group.traffic.send(sent)
     if listening := group.listeners.of(exchange, piece):
+        unasked: list[tuple[Result, Sequence[Buffer]]]
         if payload is None:
-            travels = [(empty or result(False, stop - start, False), ())]
-        travels = travels or _by_slice(layout, piece, result(True, 1, False), whole, squares)
-        _send_unasked(group, listening, travels, effects)
+            unasked = [(empty or result(False, stop - start, False), ())]
+        else:
+            unasked = _by_slice(layout, piece, result(True, 1, False), whole, squares)
+        _send_unasked(group, listening, unasked, effects)
 
 
 def _send_unasked(
@@ -304,7 +304,7 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
 def _by_slice(
     layout: Layout, piece: Piece, first: Result, payload: Buffer, squares: Sequence[float]
 ) -> list[tuple[Result, Sequence[Buffer]]]:
-    """Cut the results of ``piece`` for members that get them as payloads; ``first`` is that of its first slice."""
+    """Cut the results of ``piece`` for members that have not asked for them; ``first`` is that of its first slice."""
     if piece.stop - piece.start == 1:
         return [(first, (payload,))]
     view, at = memoryview(payload), 0

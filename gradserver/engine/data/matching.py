@@ -265,7 +265,7 @@ def checked(group: Group, exchange: Exchange, member_id: int, push: Push, payloa
             f"{group.describe(exchange.key)} from {group.call(member_id)}: slice {start} came, "
             f"{exchange.pushed.get(member_id, exchange.start)} of {exchange.stop} is due"
         )
-    if push.slices > 1 and operation.kind not in IN_PLACE:
+    if push.slices > 1 and (operation.kind not in IN_PLACE or (operation.is_lossy and payload is not None)):
         raise OutOfStepError(
             f"{group.named(operation)} from {group.call(member_id)} goes slice by slice, {push.slices} came together"
         )
