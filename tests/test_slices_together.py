@@ -218,6 +218,9 @@ def test_the_first_unanswered_slice_goes_alone_beyond_the_credit() -> None:
         session.receive(Result(test_session.bucket(0, 0), 0, 3.0, True), (bytes(SLICE_BYTES),))
         assert runs(tape) == [(0, 1, 1)]
 
+        answer_run(session, test_session.bucket(0, 1), 0, 4, fill=2)
+        assert runs(tape) == [(0, 2, 2)], "messages end at the same places again"
+
 
 # ── real sockets ──────────────────────────────────────────────────────────────────────────────────────
 
