@@ -18,6 +18,12 @@ from tests.cluster import Daemon, joined, together, wait_until, worker_program
 MEGABYTE = 1_000_000
 
 
+@pytest.fixture(autouse=True)
+def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do without machine code: about 115 MB, whatever the model, which come at some moment after the start."""
+    monkeypatch.setenv("GRADSERVER_KERNELS", "numpy")
+
+
 def exchange_with_one_late(world_size: int, buckets: int, numel: int, late: float) -> int:
     """Return the most bytes that the coordinator takes, beyond those when idle, while workers exchange two rounds.
 

@@ -199,7 +199,7 @@ def test_messages_that_come_twice_or_in_another_order_are_as_if_they_did_not(jud
 @pytest.mark.parametrize("behind", [1, 3], ids=["the last", "in the midst"])
 def test_a_message_that_was_lost_costs_its_connection_and_soon(upwards: bool, behind: int) -> None:
     loser = Loser(upwards, Push if upwards else Result, behind, armed=False)
-    numel = 1_250_000 if behind > 1 else 100
+    numel = 5_000_000 if behind > 1 else 100  # in messages of 4 MiB
     with ExitStack() as stack:
         two = Two(stack, loser)
         two.exchange(2)

@@ -99,7 +99,7 @@ def _earlier(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(command: Reduce) -> Any:
         first, *others = command.contributions
-        where = command.key.part, command.slice, first.member_id, command.nbytes
+        where = command.operation, command.key.part, command.slice, first.member_id, command.nbytes
         old, before[where] = before.get(where), first
         if command.operation.op is Op.MEAN and old is not None and old.payload is not None:
             command = command._replace(contributions=[first._replace(payload=old.payload), *others])
