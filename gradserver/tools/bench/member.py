@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zmq
 
 import gradserver
-from gradserver.tools.bench.costs import Cost
+from gradserver.tools.bench.cost import Usage
 from gradserver.tools.bench.places import Here
 from gradserver.tools.bench.ring import Ring, listen
 from gradserver.tools.bench.spec import Link, Seat
@@ -69,10 +69,10 @@ class Member:
         assert self._hub is not None, "the seat has no hub"
         return self._hub
 
-    def cost(self) -> Cost:
-        """Return what this process has cost so far. Bytes are counted where it has an interface to itself."""
+    def usage(self) -> Usage:
+        """Return what this process has used so far. Bytes are counted where it has an interface to itself."""
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        return Cost.so_far("" if interface == Here().interface else interface)
+        return Usage.so_far("" if interface == Here().interface else interface)
 
     def barrier(self) -> None:
         """Wait at gloo's barrier, for contenders that have none of their own."""

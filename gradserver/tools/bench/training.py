@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import gradserver
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
-from gradserver.tools.bench.costs import Cost, Phases, median_of
+from gradserver.tools.bench.cost import Phases, Usage, median_of
 from gradserver.tools.bench.member import Member, pattern
 from gradserver.tools.bench.spec import Case, Contender
 from gradserver.tools.demo.corpus import Corpus
@@ -47,7 +47,7 @@ class Step(Contestant):
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.steps = 0
-        self._costs: list[Cost] = []
+        self._usages: list[Usage] = []
         self._phases: list[Phases] = []
         self._last_gradient = 0.0
         for parameter in self.model.parameters():
@@ -82,7 +82,7 @@ class Step(Contestant):
 
     def once(self) -> None:
         """Train one step, on samples that depend only on the step's number and the rank."""
-        before, began = self.member.cost(), time.perf_counter()
+        before, began = self.member.usage(), time.perf_counter()
         rows = self.settings.rows_of(self.member.rank)
         self.optimizer.zero_grad()
         loss = mean_loss(self.replica, *self.corpus.batch(self.steps, rows))
@@ -94,7 +94,7 @@ class Step(Contestant):
         self.steps += 1
         last = self._last_gradient
         self._phases.append(Phases(forward - began, last - forward, backward - last, time.perf_counter() - backward))
-        self._costs.append(self.member.cost() - before)
+        self._usages.append(self.member.usage() - before)
 
     def check(self) -> dict[str, Any]:
         """Hash the replica, which must be bit-identical to the others, and compute its loss on held-out text."""
@@ -111,7 +111,7 @@ class Step(Contestant):
         return {**found, "sha256": state_sha256(self.model)}
 
     def _figures(self) -> dict[str, float]:
-        return {**median_of(self._phases).to_json(), **median_of(self._costs).to_json()}
+        return {**median_of(self._phases).to_json(), **median_of(self._usages).to_json()}
 
     def close(self) -> None:
         """Forget the replica: its wrapper and its gradients are in circles of references."""
