@@ -16,7 +16,9 @@ median's length there, so that it does not turn the mean around: else all others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from operator import add
 from statistics import median
 from typing import Final
@@ -24,7 +26,10 @@ from typing import Final
 import numpy as np
 
 from gradserver.engine.commands import Measured, Measures, Reduce
-from gradserver.mean import Array, scratch, shares_of
+from gradserver.mean import Array, scratch, shares_of, types_of, widen
+from gradserver.protocol.dtypes import FLOAT32, DType
+from gradserver.protocol.exchange import Op
+from gradserver.protocol.kernels import active
 from gradserver.squares import ROW, dots
 
 _SEEN: Final = 2048
@@ -44,6 +49,8 @@ _WILD: Final = 1e6
 """The same over what the rows that were looked at stand for."""
 _ALL: Final = 1 - 1e-6
 """Share of one contribution above which the others have none to speak of."""
+_DUE: Final = -1.0
+"""Sum of squares that each block has more than."""
 _KEPT: Final = 0.75
 """Share of the usual sum of squares that one round leaves."""
 
@@ -54,23 +61,26 @@ def is_due(measures: Measures, start: int, stop: int, squares: float) -> bool | 
     The block has the elements from ``start`` up to ``stop`` of the bucket. Its usual squares are followed when it is
     due or stands out.
     """
-    stride, turn, unit, memory, _ = measures
-    usual: dict[int, float] | None = memory.content
-    if usual is None:
-        usual = memory.content = {}
+    stride, turn, unit, _, _ = measures
+    limits = _limits_of(measures)
     first = start // unit
     is_its_turn = -(first + turn) % stride < -(-stop // unit) - first
-    before = usual.get(start)
-    if not before:  # nothing is known of zeros either
-        if math.isfinite(squares):
-            usual[start] = squares
-        return False if is_its_turn else None
-    stands_out = squares > _JUMP * before
-    if not (stands_out or is_its_turn):
+    limit = limits.get(start, 0.0)
+    stands_out = 0 < limit < squares  # nothing is known of zeros either
+    if limit and not (stands_out or is_its_turn):
         return None
-    if math.isfinite(squares):
-        usual[start] = _KEPT * before + (1 - _KEPT) * min(squares, _JUMP * before)
-    return stands_out
+    following = _KEPT * limit + (1 - _KEPT) * _JUMP * min(squares, limit) if limit else _JUMP * squares
+    if math.isfinite(following):
+        limits[start] = following
+    return stands_out if limit or is_its_turn else None
+
+
+def _limits_of(measures: Measures) -> dict[int, float]:
+    """Return the sums of squares of means, by the block's first element, from which on a block stands out."""
+    if measures.usual.content is None:
+        measures.usual.content = {}
+    limits: dict[int, float] = measures.usual.content
+    return limits
 
 
 def compare(
@@ -83,7 +93,7 @@ def compare(
     stood_out: bool,
     start: int = 0,
     parts: int = 1,
-    widen: Callable[[Array], Array] | None = None,
+    dtype: DType = FLOAT32,
 ) -> None:
     """Compare the contributions to one block. If it stood out, or does so beside its rows, all of it is compared.
 
@@ -97,7 +107,7 @@ def compare(
         stood_out: as in `Measured`.
         start: first element of the block in its bucket.
         parts: values of an element.
-        widen: converts values to float32 or float64; None if they are.
+        dtype: of the elements.
     """
     if min(weight for _, weight in of) <= 0:
         rows = [row for (_, weight), row in zip(of, rows, strict=True) if weight > 0]
@@ -108,11 +118,11 @@ def compare(
         return
     step = 1 if stood_out or mean.size <= _RUN else -(-mean.size // _SEEN)
     offset = (start // measures.unit + measures.turn // measures.stride) % step  # other rows in each round
-    sums = _Products((*rows, mean), step, offset, widen)
+    sums = Products((*rows, mean), step, offset, dtype)
     squares, inner, scale = sums.squares, sums.inner, mean.size / sums.seen
     of_seen, norms = squares.pop(), _scales(squares)
-    if 0 < of_seen * scale * _WILD < of_mean:
-        compare(measures, of, rows, mean, of_mean, is_plain, True, start, parts, widen)
+    if not stood_out and 0 < of_seen * scale * _WILD < of_mean:
+        compare(measures, of, rows, mean, of_mean, is_plain, True, start, parts, dtype)
         return
     signal, noise = _estimates(squares, of_seen, weights) if is_plain else (0.0, 0.0)
     if is_plain and min(norms) < 1.0:
@@ -136,7 +146,6 @@ class Comparison:
         measures: what is to be measured of it.
         spans: the first value of each block, and the one behind its last.
         parts: values of an element.
-        widen: as for `compare`.
 
     Attributes:
         thresholds: for each block the sum of squares of its mean above which it is to be looked at.
@@ -148,20 +157,19 @@ class Comparison:
         measures: Measures,
         spans: Iterable[tuple[int, int]],
         parts: int,
-        widen: Callable[[Array], Array] | None,
     ) -> None:
-        self._measures, self._parts, self._widen = measures, parts, widen
+        self._measures, self._parts, self._dtype = measures, parts, command.operation.dtype
         self._of = [(one.member_id, one.weight) for one in command.contributions]
         self._is_plain = not command.mean.is_robust
         self._spans = [(command.first + start // parts, command.first + stop // parts) for start, stop in spans]
-        usual: dict[int, float] = measures.usual.content or {}
+        starts = [start for start, _ in self._spans]
+        self.thresholds = list(map(_limits_of(measures).get, starts, repeat(_DUE)))
         stride, turn, unit, _, _ = measures
-        self.thresholds = [
-            -1.0
-            if -(start // unit + turn) % stride < -(-stop // unit) - start // unit
-            else _JUMP * usual.get(start, -1.0)
-            for start, stop in self._spans
-        ]
+        first = starts[0] // unit
+        for its_turn in range((first + -(first + turn) % stride) * unit, self._spans[-1][1], stride * unit):
+            begin = max(bisect_right(starts, its_turn) - 1, 0)
+            for block in range(begin, bisect_left(starts, its_turn + unit)):
+                self.thresholds[block] = _DUE
 
     def compare(
         self, block: int, rows: Sequence[Array | None], places: Iterable[int], result: Array, squares: float
@@ -173,7 +181,7 @@ class Comparison:
         start, stop = self._spans[block]
         if (special := is_due(self._measures, start, stop, squares)) is not None:
             of = [self._of[place] for place in places]
-            how = self._is_plain, special, start, self._parts, self._widen
+            how = self._is_plain, special, start, self._parts, self._dtype
             compare(self._measures, of, rows, result, squares, *how)
 
 
@@ -190,7 +198,7 @@ def _scales(squares: Sequence[float]) -> list[float]:
     return [math.sqrt(usual / one) if one > _LARGE**2 * usual else 1.0 for one in squares]
 
 
-class _Products:
+class Products:
     """Sums over some rows of a block of several contributions, of which the last one is their mean.
 
     Attributes:
@@ -199,11 +207,23 @@ class _Products:
         seen: the number of values that were looked at.
     """
 
-    def __init__(
-        self, given: Sequence[Array | None], step: int, offset: int, widen: Callable[[Array], Array] | None
-    ) -> None:
-        self._given, self._step, self._offset, self._widen = given, step, offset, widen
-        self.squares, self.inner, self.seen = [0.0] * len(given), [0.0] * (len(given) - 1), 0
+    def __init__(self, given: Sequence[Array | None], step: int, offset: int, dtype: DType) -> None:
+        last = given[-1]
+        assert last is not None
+        if whole := last.size - last.size % (ROW * step):
+            self._step, self._offset, self._stop = step, offset, last.size if step == 1 else whole
+        else:
+            self._step, self._offset, self._stop = 1, 0, last.size
+        self.seen = self._stop // self._step
+        self._given, self._dtype = given, dtype
+        if (kernel := active().products.get(dtype.name)) is not None:
+            sums = kernel(given, self.seen, self._step, self._offset)
+            self.squares, self.inner = sums[: len(given)], sums[len(given) :]
+        else:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        self.squares, self.inner = [0.0] * len(self._given), [0.0] * (len(self._given) - 1)
         for table in self._tables():
             found = dots(table, table).tolist()
             if not _fits(found, table):
@@ -211,7 +231,6 @@ class _Products:
                 found = dots(table, table).tolist()
             self.squares = list(map(add, self.squares, found))
             self.inner = list(map(add, self.inner, dots(table[:-1], table[-1]).tolist()))
-            self.seen += table.shape[1]
 
     def with_scaled(self, shares: Sequence[float], norms: Sequence[float]) -> tuple[float, list[float]]:
         """Return the sum of squares of the mean with the norms of some scaled, and its products with the others."""
@@ -226,28 +245,26 @@ class _Products:
 
     def _tables(self) -> Iterator[Array]:
         """Yield runs side by side, in memory that the next ones overwrite: one row in so many, or all of them."""
-        last = self._given[-1]
-        assert last is not None
-        whole = last.size - last.size % (ROW * self._step)
-        if self._step > 1 and whole:
+        if self._step > 1:
             shape = -1, self._step, ROW
             yield self._table(
-                [None if one is None else one[:whole].reshape(shape)[:, self._offset] for one in self._given]
+                [None if one is None else one[: self._stop].reshape(shape)[:, self._offset] for one in self._given]
             )
             return
-        for start in range(0, last.size, _RUN):
+        for start in range(0, self._stop, _RUN):
             yield self._table([None if one is None else one[start : start + _RUN] for one in self._given])
 
     def _table(self, given: Sequence[Array | None]) -> Array:
-        last = given[-1] if self._widen is None or given[-1] is None else self._widen(given[-1].reshape(-1))
+        elements, stored = types_of(self._dtype, Op.MEAN)
+        rows = [None if one is None else one.reshape(-1) for one in given]
+        if elements != stored:
+            rows = [None if row is None else widen(row, self._dtype, elements) for row in rows]
+        last = rows[-1]
         assert last is not None
-        table = scratch(_TABLE, len(given) * last.size, last.dtype).reshape(len(given), *last.shape)
-        for target, one in zip(table, given, strict=True):
-            if one is None:
-                target.fill(0)
-            else:
-                target[...] = one if self._widen is None else self._widen(one.reshape(-1))
-        return table.reshape(len(given), -1)
+        table = scratch(_TABLE, len(rows) * last.size, last.dtype).reshape(len(rows), last.size)
+        for target, one in zip(table, rows, strict=True):
+            target[...] = 0 if one is None else one
+        return table
 
 
 def square(values: Array) -> float:

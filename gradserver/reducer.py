@@ -231,8 +231,7 @@ class _Job:
 
     def _comparison_of(self, command: Reduce, spans: Iterable[tuple[int, int]]) -> Comparison | None:
         """Return the comparison of contributions to blocks, which have these values; None if it is not wanted."""
-        widen = None if self._is_plain else self._widen
-        return None if command.measures is None else Comparison(command, command.measures, spans, self._parts, widen)
+        return None if command.measures is None else Comparison(command, command.measures, spans, self._parts)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""

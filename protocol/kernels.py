@@ -53,6 +53,7 @@ Keep = Callable[[Floats, Floats, Offsets, Floats, Floats], bool]
 AddAt = Callable[[Floats, Offsets, Floats, float], None]
 Digest = Callable[[Words, Words, int], int]
 Combine = Callable[[Given, int, int, Floats, Floats, Bytes, Floats], float]
+Products = Callable[[Sequence[npt.NDArray[Any] | None], int, int, int], list[float]]
 
 
 class Kernels(NamedTuple):
@@ -76,6 +77,9 @@ class Kernels(NamedTuple):
             values, residual, offsets, room for what is kept, and working memory. False as for ``compensate_block``.
         keep_drawn: the same for elements at given offsets.
         add_at: add numbers, times a weight if there is one, at offsets of a total.
+        products: compute the sums of squares of blocks, and then the products of each with the last one. None stands
+            for zeros. So many elements are looked at: of so many rows of 256 each one, beginning with the one whose
+            number comes last. These sums need not have numpy's bits, as no result depends on them.
     """
 
     encode: Mapping[int, Encode] = {}
@@ -89,6 +93,7 @@ class Kernels(NamedTuple):
     keep_largest: Keep | None = None
     keep_drawn: Keep | None = None
     add_at: AddAt | None = None
+    products: Mapping[str, Products] = {}
 
 
 NUMPY: Final = Kernels()

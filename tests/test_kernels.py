@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.comparison import Products
 from gradserver.engine.commands import Contribution, Memory, Reduce
 from gradserver.engine.events import Sifted
 from gradserver.engine.policy import OnNonFinite
+from gradserver.mean import narrow, types_of
 from gradserver.protocol import kernels
 from gradserver.protocol.codecs import Codec, Scratch, codec_of, encode_with_feedback, seed_of
 from gradserver.protocol.codecs.base import BLOCK
@@ -215,6 +218,35 @@ def test_means_of_elements_have_the_same_bits(
         with using(one), np.errstate(all="ignore"):
             found.append(told(made, reduce(made)))
     assert found[0] == found[1]
+
+
+@given(
+    st.sampled_from(["float32", "float16", "bfloat16", "complex64"]),
+    st.sampled_from([1, 255, 256, 700, 5000]),
+    st.integers(1, 9),
+    st.integers(2, 5),
+    st.sampled_from([1e-25, 1.0, 1e25]),
+    st.integers(0, 1 << 20),
+)
+def test_comparisons_are_of_the_same_elements(
+    table: Kernels, name: str, numel: int, step: int, count: int, scale: float, seed: int
+) -> None:
+    chance, dtype = np.random.default_rng(seed), dtype_of(name)
+    elements, stored = types_of(dtype, Op.MEAN)
+    scale = scale if stored.itemsize == 4 else 1.0
+    given = [(chance.standard_normal(numel) * scale).astype(elements) for _ in range(count)]
+    rows = [one if elements == stored else narrow(one, dtype, stored) for one in given]
+    blocks = [None if place < count - 1 and chance.random() < 0.2 else row for place, row in enumerate(rows)]
+    offset = int(chance.integers(step))
+    with using(NUMPY), np.errstate(over="ignore"):
+        plain = Products(blocks, step, offset, dtype)
+    with using(table):
+        fast = Products(blocks, step, offset, dtype)
+    assert fast.seen == plain.seen
+    assert fast.squares == pytest.approx(plain.squares, rel=1e-4)
+    largest = [math.sqrt(one * plain.squares[-1]) for one in plain.squares[:-1]]
+    for left, right, most in zip(fast.inner, plain.inner, largest, strict=True):
+        assert abs(left - right) <= 1e-4 * most
 
 
 @given(st.integers(0, 40_000), st.integers(0, 70_000), st.integers(0, 1 << 20))

@@ -14,6 +14,7 @@ from gradserver.engine.control.noise import Noise
 from gradserver.engine.control.outliers import Outliers, Verdict
 from gradserver.engine.figures import Figures, OfBucket, OfMember, Tally, figures_of, pack_figures, unpack_figures
 from gradserver.mean import Array
+from gradserver.protocol.dtypes import dtype_of
 from gradserver.protocol.limits import MAX_WEIGHT
 
 MORE = 4
@@ -69,7 +70,8 @@ def test_no_weight_and_no_value_ends_in_an_error(given_: list[tuple[float, float
         rows = [np.full(5, value).astype(np.float64 if is_double else np.float32) for _, value in given_]
         mean = np.average([row.astype(np.float64) for row in rows], axis=0, weights=weights).astype(rows[0].dtype)
         measures = Measures(1, 0, 1 << 20, Memory(), [])
-        compare(measures, list(enumerate(weights)), rows, mean, float(np.dot(mean, mean)), True, False)
+        of, squares = list(enumerate(weights)), float(np.dot(mean, mean))
+        compare(measures, of, rows, mean, squares, True, False, dtype=dtype_of("float64" if is_double else "float32"))
     tally = Tally()
     tally.expect(5)
     tally.add(measures.found)

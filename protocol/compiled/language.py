@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, float32, int64, njit, types, uint8, uint32, uint64
+from numba import carray, float32, float64, int64, njit, types, uint8, uint32, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -24,6 +24,7 @@ BYTES = types.Array(uint8, 1, "C", aligned=False)
 READ_BYTES = types.Array(uint8, 1, "C", readonly=True, aligned=False)
 OFFSETS = types.Array(int64, 1, "C")
 READ_OFFSETS = types.Array(int64, 1, "C", readonly=True)
+SUMS = types.Array(float64, 1, "C")
 READ_WORDS = types.Array(uint64, 1, "C", readonly=True, aligned=False)
 
 

@@ -25,6 +25,7 @@ from gradserver.protocol.compiled.language import (
     READ_FLOATS,
     READ_WORDS,
     ROW,
+    SUMS,
     bits_of,
     compiled,
     magnitude_of,
@@ -366,3 +367,32 @@ def combine(
             _take(kind, begin, size, start, count, results[start : start + count], False, _ONE)
         start += count
     return squares
+
+
+# ── comparisons ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@compiled(float64(ROW, ROW, uint64), fastmath={"reassoc"})  # nor on these
+def _product(left: Any, right: Any, count: Any) -> Any:
+    total = 0.0
+    for i in range(count):
+        total += float64(left[i]) * float64(right[i])
+    return total
+
+
+@compiled(void(int64, READ_WORDS, uint64, uint64, uint64, SUMS))
+def products(kind: Any, addresses: Any, seen: Any, step: Any, offset: Any, sums: Any) -> None:
+    """Add up the squares of blocks, and the products of each with the last one, of one group in ``step``.
+
+    An address of 0 stands for zeros.
+    """
+    blocks = uint64(addresses.size)
+    last, groups = blocks - _1, np.zeros((blocks, _GROUP), np.float32)
+    for first in range(_0, seen, _GROUP):
+        count = min(_GROUP, seen - first)
+        for k in range(blocks):
+            if addresses[k] != _0:
+                _take(kind, addresses[k], seen, first * step + offset * _GROUP, count, groups[k], False, _ONE)
+                sums[k] += _product(groups[k], groups[k], count)
+        for k in range(last):
+            sums[blocks + k] += _product(groups[k], groups[last], count)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from gradserver.protocol.compiled import loops, sparse
 from gradserver.protocol.compiled.loops import BF16, BFLOAT16, FLOAT16, FP16, FP32, INT8
@@ -34,6 +36,13 @@ def _combine(
     return float(loops.combine(kind, size, *rows, before, after, out, arrived))
 
 
+def _products(kind: int, blocks: Sequence[npt.NDArray[Any] | None], seen: int, step: int, offset: int) -> list[float]:
+    addresses = np.array([0 if block is None else block.ctypes.data for block in blocks], np.uint64)
+    sums = np.zeros(2 * len(blocks) - 1)
+    loops.products(kind, addresses, seen, step, offset, sums)
+    return cast(list[float], sums.tolist())
+
+
 TABLE: Final = Kernels(
     encode={kind: partial(loops.encode, kind) for kind in _CODECS},
     decode={kind: partial(_decode, kind) for kind in _CODECS},
@@ -46,4 +55,5 @@ TABLE: Final = Kernels(
     keep_largest=sparse.keep_largest,
     keep_drawn=sparse.keep_drawn,
     add_at=sparse.add_at,
+    products={name: partial(_products, kind) for name, kind in _ELEMENTS.items()},
 )

@@ -100,6 +100,11 @@ class _Point(NamedTuple):
     is_sure: bool
     is_pair: bool
 
+    @property
+    def is_far(self) -> bool:
+        """Tell whether this round could be one of those because of which a member is off."""
+        return self.cosine < -_CLOSE or abs(self.log) > _FACTOR
+
 
 class _Level(NamedTuple):
     """Usual logarithm of the norm, from so many rounds."""
@@ -192,6 +197,8 @@ class Outliers:
 
     def _judge(self, member_id: int, points: Mapping[int, _Point]) -> Verdict | None:
         history = list(self._points[member_id])
+        if not any(one.is_far for one in history):  # nor is any mean of them
+            return None
         for rounds in (_FEW, _MANY):
             if len(history) < rounds:
                 break
