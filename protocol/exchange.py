@@ -238,11 +238,17 @@ class Layout:
     """Bytes of the only slice, as of most tensors; -1 if there are others, or the codec says how many."""
     _cost_alone: int = field(init=False, compare=False, repr=False)
     """Credit of that slice; -1 likewise."""
+    _full: int = field(init=False, compare=False, repr=False)
+    """Bytes of a slice of as many elements as most have."""
 
     def __post_init__(self) -> None:
         alone = self.numel * self.itemsize if self.count == 1 and self.codec is EXACT else -1
         object.__setattr__(self, "_alone", alone)
         object.__setattr__(self, "_cost_alone", max(alone * self.replies, MIN_SLICE_COST) if alone >= 0 else -1)
+        object.__setattr__(self, "_full", self._bytes_of(self.step))
+
+    def _bytes_of(self, numel: int) -> int:
+        return numel * self.itemsize if self.codec is EXACT else self.codec.nbytes(numel)
 
     def span(self, index: int) -> tuple[int, int]:
         """Return the first element of slice ``index``, and the one behind its last."""
@@ -262,7 +268,7 @@ class Layout:
         if self._alone >= 0:
             return self._alone
         start, stop = self.span(index)
-        return (stop - start) * self.itemsize if self.codec is EXACT else self.codec.nbytes(stop - start)
+        return self._full if stop - start == self.step else self._bytes_of(stop - start)
 
     def run_bytes(self, start: int, stop: int) -> int:
         """Return the bytes of one contribution to the slices from ``start`` up to ``stop``."""

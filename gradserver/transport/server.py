@@ -113,6 +113,7 @@ class TcpServer:
         self._calls: deque[Callable[[], None]] = deque()
         runtime.run_in(self.look)
         self._encoded: tuple[Message | None, bytes] = (None, b"")
+        self._framed: tuple[Buffer, zmq.Frame] | None = None
         self._unsure = True
         """True if the router may have messages that its descriptor does not signal any more."""
         self._poller = select.poll()
@@ -248,6 +249,7 @@ class TcpServer:
 
     def _take_some(self) -> bool:
         """Receive messages, up to a number that keeps timers punctual. Return True if those were all."""
+        self._framed = None  # its memory may be its giver's again
         left = _BATCH_BYTES
         for _ in range(_BATCH):
             self._unsure = False
@@ -416,7 +418,14 @@ class TcpServer:
         """Return the header of ``message``. A result goes to every member, and is encoded once."""
         if message is not self._encoded[0]:
             self._encoded = (message, encode(message))
+            self._framed = None
         return self._encoded[1]
+
+    def _frame_of(self, payload: Buffer) -> zmq.Frame:
+        """Return ``payload`` as libzmq sends it: all members get it from the same memory, which is handed over once."""
+        if self._framed is None or self._framed[0] is not payload:
+            self._framed = (payload, zmq.Frame(payload))
+        return self._framed[1]
 
     def route(self, identity: bytes, header: bytes, payloads: Sequence[Buffer] = ()) -> bool:
         """Send; False if there is no connection any more, or its queue is full."""
@@ -427,7 +436,7 @@ class TcpServer:
             if payloads:
                 payload = payloads[0]
                 send(header, NOBLOCK_MORE)
-                send(payload, NOBLOCK, copy=len(payload) < ZERO_COPY_BYTES)
+                send(payload if len(payload) < ZERO_COPY_BYTES else self._frame_of(payload), NOBLOCK)
             else:
                 send(header, NOBLOCK)
         except zmq.ZMQError as error:
