@@ -566,3 +566,20 @@ def test_a_failed_exchange_that_a_predecessor_had_a_part_in_does_not_concern_its
     for rank in (0, 2):
         harness.push(rank, bucket(0, 0), floats(rank, rank))
     assert values(harness, 0, bucket(0, 0)) == [1.0, 1.0]
+
+
+def test_a_predecessor_does_not_count_in_buckets_that_were_done_before_its_successor_is_gone_too() -> None:
+    harness = elastic(2, 2, 2, 2)
+    harness.receive(SEATS, Serve())
+    for rank in (0, 1):
+        harness.push(rank, bucket(0), floats(rank, rank))
+    harness.lose(1)
+    harness.push(0, bucket(0, 1), floats(5, 5))
+    harness.join(SEATS + 5, "w1")
+    assert harness.only([5], Welcome)[0].rank == 1
+    harness.lose(5)
+
+    harness.push(0, bucket(0, 2), floats(5, 5))
+
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
