@@ -583,3 +583,23 @@ def test_a_predecessor_does_not_count_in_buckets_that_were_done_before_its_succe
 
     (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_what_is_sent_to_a_predecessor_is_no_violation_when_its_successor_is_gone_too(slices: int) -> None:
+    harness = elastic(2, 2)
+    harness.receive(SEATS, Serve())
+    operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 2 * slices)
+    for rank, payload in ((0, floats(1, 2)), (1, None)):
+        for index in range(slices):
+            harness.push(rank, transfer(0, 0, 1), payload, index=index, operation=None if index else operation)
+    harness.lose(1)
+    harness.join(SEATS + 5, "w1")
+    harness.lose(5)
+    harness.inbox.clear()
+
+    for index in range(slices):
+        harness.push(0, transfer(1, 0, 1), floats(3, 4), index=index, operation=None if index else operation, epoch=1)
+
+    assert [failure.error for failure in harness.told(0, Failure)] == [WorkerLostError.__name__]
+    assert SEATS not in harness.closed
