@@ -204,6 +204,12 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
             id="a connection breaks again and again, to a coordinator that answers",
         ),
         pytest.param(
+            *(1, [[12], [35, 15, 10]], [Act("max", 3, 2), *[Act("broadcast", 11)] * 2, Act(section=1)], [28, 70, 76]),
+            *({96: [3], 215: [1], 478: [3], 593: [2]}, {528: [0], 46: [3], 588: [0], 600: [2]}),
+            *({154: [3], 116: [3], 321: [3]}, (1.0, 1.0, 1.0), 102562),
+            id="a connection breaks when a learner's first round is complete, and not over",
+        ),
+        pytest.param(
             *(4, [[13, 38]], [Act("all_gather", 3)], [13, 38]),
             *({439: [2], 582: [3], 251: [1], 512: [1]}, {439: [2], 582: [3], 251: [1], 512: [1]}),
             *({0: [2], 3: [0]}, (1.0, 1.0), 0),
