@@ -210,6 +210,11 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
             id="a connection breaks when a learner's first round is complete, and not over",
         ),
         pytest.param(
+            *(2, [[18, 17, 19]], [ROUND], [49, 15], {256: [3], 188: [0], 264: [3]}, {256: [3], 188: [0], 264: [3]}),
+            *({256: [3], 188: [0], 264: [3]}, (1.0, 1.0), 341),
+            id="a member is lost in a recovery, and all that waited for it has weight 0",
+        ),
+        pytest.param(
             *(4, [[13, 38]], [Act("all_gather", 3)], [13, 38]),
             *({439: [2], 582: [3], 251: [1], 512: [1]}, {439: [2], 582: [3], 251: [1], 512: [1]}),
             *({0: [2], 3: [0]}, (1.0, 1.0), 0),
@@ -250,6 +255,12 @@ def test_what_is_lost_in_the_midst_of_a_promotion_costs_no_other_member_anything
     group = Group(world, sizes, program, seed, rates, crashes)
     group.world.traps = behind
     hold(group, (learners, group.join), (transfers, group.lose_in_transfer), (losses, group.world.kill_any_shard))
+
+
+def test_a_group_that_its_last_contributor_has_left_is_over_for_the_next_coordinator_though_none_wrote_so() -> None:
+    group = Group(2, [[17, 36], [22, 35]], [ROUND] * 5, 0, (1.0,), [27, 20])
+    group.world.traps = [Trap(Epoch, 9)]
+    hold(group, ({19: [2], 28: [0]}, group.join))
 
 
 @given(
