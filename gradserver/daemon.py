@@ -22,6 +22,7 @@ from gradserver.children import SHARD_TOKEN, Children
 from gradserver.engine import Engine
 from gradserver.engine.control.access import Access
 from gradserver.engine.policy import Hashes, OnNonFinite, Policy
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import CoordinatorStoppedError
 from gradserver.protocol.limits import CREDIT_BYTES, JOURNAL_QUOTA_BYTES, MAX_TOKEN, MIB, ROUND_TIMEOUT
 from gradserver.protocol.messages import Enlist
@@ -96,6 +97,7 @@ def serve(
         nonfinite: policy for gradients that are not finite.
         plane: the way of the gradients that all groups must go by; "auto" for any.
     """
+    loader.require()
     _raise_limits()
     keep_memory()
     own, options = _share_rate(rate, shards)
@@ -132,7 +134,7 @@ def serve(
                 server.release()
                 if all_there():
                     print(f"listening on {server.url}", flush=True)
-                    _load_kernels()
+                    loader.start()  # the first rounds do without kernels
                     signal.signal(signal.SIGCHLD, lambda *_: server.look(children.replace))
                     server.run()
                 log.info("stopped")
@@ -167,6 +169,7 @@ def serve_shard(
     from gradserver.engine.shard import ShardEngine  # imported here: a coordinator does not need it
     from gradserver.transport.shard_link import Link, advertised, find_again
 
+    loader.require()
     _raise_limits()
     keep_memory()
     link = Link(primary, _JOINING_SECONDS)
@@ -183,7 +186,7 @@ def serve_shard(
             offer = Enlist(engine.url, rate, os.environ.get(SHARD_TOKEN, "")[:MAX_TOKEN])
             enlisted = link.enlist(offer, _JOINING_SECONDS)
             print(f"listening on {server.url} (data shard {enlisted.number} of {primary})", flush=True)
-            _load_kernels()
+            loader.start()
             while True:
                 engine.link = coordinator.connect(link)
                 coordinator.receive(engine.link, enlisted)
@@ -255,13 +258,6 @@ def _serving(server: TcpServer, coordinator: Runtime) -> Iterator[None]:
         coordinator.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _load_kernels() -> None:
-    """Have kernels loaded while this process serves. The first rounds do without them."""
-    from gradserver.protocol.compiled import loader  # imported here: that takes time before this process listens
-
-    loader.start()
 
 
 def _share_rate(rate: float | None, shards: int) -> tuple[float | None, list[str]]:

@@ -152,7 +152,7 @@ class DirectGroup(Group):
     def sections_of(self, act: Act) -> set[int]:
         """Return the module's section, and that of its commit if the round may have counted so."""
         own = super().sections_of(act)
-        return own | {self.nodes[0].agreements[self.modules + act.section].number} if act.direct else own
+        return own | {self.agreements[self.modules + act.section].number} if act.direct else own
 
     def refuses(self, uid: int, number: int) -> bool:
         """Tell whether a process cannot reduce a round."""
@@ -185,7 +185,7 @@ class DirectGroup(Group):
 
     def agreement_numbers(self) -> set[int]:
         """Return the sections of commits."""
-        return {agreement.number for agreement in self.nodes[0].agreements[self.modules :]}
+        return {agreement.number for agreement in self.agreements[self.modules :]}
 
     def _check_direct(self, number: int, record: RoundRecord, act: Act) -> None:
         """Check that exactly the members of an epoch count that have given to its reduction."""

@@ -534,9 +534,14 @@ class Group:
         assert sorted(found) == list(range(self.rounds)), "the ledger lacks a round"
         return found
 
+    @property
+    def agreements(self) -> list[Agreement]:
+        """All agreements of one node. A node that joined late may have none yet."""
+        return max((node.agreements for node in [*self.nodes, *self.dead]), key=len)
+
     def sections_of(self, act: Act) -> set[int]:
         """Return the sections in which a round of the program may have been exchanged."""
-        return {self.nodes[0].agreements[act.section].number}
+        return {self.agreements[act.section].number}
 
     def _check_rounds(self) -> None:
         for number, record in self._records().items():

@@ -35,6 +35,8 @@ class ShardedHarness(Harness):
 
     rates: tuple[float, ...] = (1.0, 1.0)
     slow: bool = False
+    incarnation: int = 0
+    """Number of the coordinator; groups are durable if it has one."""
     links: dict[int, deque[tuple[Message, Sequence[Buffer]]]] = field(default_factory=dict)
     """Messages on their way to shard i, or (-i) from it."""
     places: dict[int, int] = field(default_factory=dict)
@@ -44,9 +46,8 @@ class ShardedHarness(Harness):
 
     def __post_init__(self) -> None:
         numbers = count()
-        self.engine = Engine(
-            self.worlds, self.credit, lambda: f"token {next(numbers)}", self.rates[0], nonfinite=self.nonfinite
-        )
+        told = self.worlds, self.credit, lambda: f"token {next(numbers)}", self.rates[0]
+        self.engine = Engine(*told, incarnation=self.incarnation, nonfinite=self.nonfinite)
         self.shards = [ShardEngine(PRIMARY, url_of(shard), LINK) if shard else None for shard in range(len(self.rates))]
         self.welcomes: dict[int, Welcome] = {}
         slow, self.slow = self.slow, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from gradserver.worker.torch_ddp.blocks import (
     unflatten,
 )
 from gradserver.worker.torch_ddp.flatten import BlockShape
-from tests.cluster import members, together
+from tests.cluster import members, together, wait_until
 
 torch.set_num_threads(1)
 
@@ -354,3 +355,31 @@ def test_rounds_of_an_exchange_are_direct_and_a_wait_for_one_block_sends_them_ov
         assert np.allclose(found[0][0][step], np.concatenate(means), rtol=1e-5, atol=1e-6)
     assert found[0] == found[1] == found[2]
     assert found[0][1] == int(waits)
+
+
+def test_a_member_that_makes_a_round_void_closes_its_connections_before_the_round_is_over() -> None:
+    """Test a reduction that is done at this member: when it is dropped, the others' next ones fail, and do not wait."""
+
+    def are_given_up() -> bool:
+        return not any(thread.name == "gradserver-give-up" for thread in threading.enumerate())
+
+    def work(worker: Worker) -> None:
+        exchange = exchange_for(worker)
+        if worker.rank != 1:
+            step_of(worker, exchange, False)
+            return
+        own = gradients(worker.rank, 0)
+        handle = exchange.push_block(0, 2, own["block.2"], weight=2.0)
+        assert exchange._rounds is not None
+        under_way: dict[int, Any] = exchange._rounds._plane._under_way
+        wait_until(lambda: all(one._work.is_completed() for one in under_way.values()), "the first reduction is done")
+        handle.wait()
+        wait_until(are_given_up, "no thread of gloo waits for another member", 10)
+        for index in (1, 0):
+            exchange.push_block(0, index, own[f"block.{index}"], weight=2.0)
+        for component, key in enumerate(("lm_head", "norm", "embedding")):
+            exchange.push_non_block(0, component, own[key], weight=2.0)
+        exchange.finish()
+
+    with members("direct", 3) as workers:
+        together(workers, work)

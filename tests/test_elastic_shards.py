@@ -10,11 +10,23 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.engine.events import Disconnected
 from gradserver.engine.policy import Policy
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import MembershipChangedError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation
-from gradserver.protocol.messages import Agreed, Enter, Failure, Membership, Propose, Push, Result, RoundDone, Serve
+from gradserver.protocol.messages import (
+    Agreed,
+    Enter,
+    Failure,
+    Membership,
+    Propose,
+    Push,
+    Ready,
+    Result,
+    RoundDone,
+    Serve,
+)
 from gradserver.protocol.shards import share_of
 from tests.engine_harness import SEATS, Harness, all_reduce, bucket, collective, floats, plan_of
 from tests.sharded_harness import ShardedHarness
@@ -259,3 +271,32 @@ def test_each_shard_may_report_that_a_learner_reads_too_little() -> None:
 
     assert SEATS + 2 not in harness.closed
     assert [[transfer.waits for transfer in done.transfers] for done in told] == [[False], [True]]
+
+
+def test_a_member_of_a_round_that_is_complete_and_not_over_takes_part_in_the_next_one() -> None:
+    """Test a connection that breaks before a shard has heard that another worker is not to join after all."""
+    harness = ShardedHarness({"default": Policy(1, 8)}, rates=(0.0, 1.0), incarnation=1)
+    plan = plan_of(2)
+    harness.assemble(1, plan)
+    harness.receive(SEATS, Serve())
+    for rank, name in ((1, "late"), (2, "later")):
+        harness.join(SEATS + rank, name)
+        harness.attend(1, rank)
+        harness.receive(SEATS + rank, Propose(plan.hash), plan.encoded)
+    harness.receive(SEATS + 1, Enter(0, True))
+    harness.push_to(1, 0, bucket(0), floats(1, 1))
+    harness.receive(SEATS + 1, Ready(1))
+    harness.inbox.clear()
+    harness.slow = True
+    harness.lose(2)
+    for rank in (0, 1):
+        harness.push_to(1, rank, bucket(1), floats(1, 1))
+    while harness.links[-1]:
+        harness.pass_on(-1)
+
+    harness.feed(Disconnected(SEATS, "connection reset"))
+    harness.flush()
+
+    (news,), (done,) = harness.told(1, Membership), harness.told(1, RoundDone)
+    assert (done.round, done.epoch) == (1, news.epoch)
+    assert news.behind(1).member_ids == (0, 1)

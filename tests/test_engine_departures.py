@@ -566,3 +566,40 @@ def test_a_failed_exchange_that_a_predecessor_had_a_part_in_does_not_concern_its
     for rank in (0, 2):
         harness.push(rank, bucket(0, 0), floats(rank, rank))
     assert values(harness, 0, bucket(0, 0)) == [1.0, 1.0]
+
+
+def test_a_predecessor_does_not_count_in_buckets_that_were_done_before_its_successor_is_gone_too() -> None:
+    harness = elastic(2, 2, 2, 2)
+    harness.receive(SEATS, Serve())
+    for rank in (0, 1):
+        harness.push(rank, bucket(0), floats(rank, rank))
+    harness.lose(1)
+    harness.push(0, bucket(0, 1), floats(5, 5))
+    harness.join(SEATS + 5, "w1")
+    assert harness.only([5], Welcome)[0].rank == 1
+    harness.lose(5)
+
+    harness.push(0, bucket(0, 2), floats(5, 5))
+
+    (record,) = harness.engine.control.groups["default"].rounds.ledger
+    assert (record.weights, record.cut) == ((1.0, 1.0), ((1, 0, 1),))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_what_is_sent_to_a_predecessor_is_no_violation_when_its_successor_is_gone_too(slices: int) -> None:
+    harness = elastic(2, 2)
+    harness.receive(SEATS, Serve())
+    operation = Operation(Kind.TRANSFER, Op.NONE, FLOAT32, 2 * slices)
+    for rank, payload in ((0, floats(1, 2)), (1, None)):
+        for index in range(slices):
+            harness.push(rank, transfer(0, 0, 1), payload, index=index, operation=None if index else operation)
+    harness.lose(1)
+    harness.join(SEATS + 5, "w1")
+    harness.lose(5)
+    harness.inbox.clear()
+
+    for index in range(slices):
+        harness.push(0, transfer(1, 0, 1), floats(3, 4), index=index, operation=None if index else operation, epoch=1)
+
+    assert [failure.error for failure in harness.told(0, Failure)] == [WorkerLostError.__name__]
+    assert SEATS not in harness.closed

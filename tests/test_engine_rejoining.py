@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Boundary, Round
+from gradserver.engine.records import Boundary, Closed, Round
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
 from gradserver.protocol.exchange import Kind, Op, Operation
@@ -25,6 +25,7 @@ from gradserver.protocol.messages import (
     Welcome,
 )
 from gradserver.protocol.messages.recovery import Resume, Resumed, Span, Standing, State
+from tests.crash_harness import CrashError
 from tests.engine_harness import SEATS, all_reduce, bucket, collective, plan_of
 from tests.test_engine_resuming import BACK, ONE, Group
 
@@ -126,6 +127,21 @@ def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:
     assert {news.epoch for news in heard} == {group.harness.engine.control.groups["default"].members.epoch}
     assert all("'spot' (rank 2) joined in round 2" in news.reason for news in heard)
     assert isinstance(group.come_back(2, welcome.token, welcome.epoch)[1], Membership)
+
+
+def test_a_group_has_ended_if_a_coordinator_is_lost_as_it_writes_that_the_last_contributor_left() -> None:
+    group, welcome = entered(1)
+    group.harness.leave(0)
+    group.harness.fuse = 1
+    with pytest.raises(CrashError):
+        group.harness.leave(1)
+    assert not any(isinstance(record, Closed) for record in group.harness.records)
+
+    group.harness.restart()
+
+    assert not group.harness.engine.control.groups
+    group.harness.receive(BACK + 1, Resume("default", 1, welcome.token, 1, PLAN.hash))
+    assert "as its last worker had gone: call connect again" in str(group.harness.refusal(BACK + 1))
 
 
 def test_results_that_have_what_a_joiner_gave_are_of_a_member() -> None:

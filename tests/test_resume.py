@@ -363,6 +363,30 @@ def test_a_connection_that_breaks_while_resuming_is_tried_again(scene: Scene) ->
     scene.pushes((SHORT, 0))
 
 
+def test_only_where_no_coordinator_answers_pauses_between_attempts_become_longer(scene: Scene) -> None:
+    pauses: list[float] = []
+    wait = scene.lasting._closing.wait
+
+    def wait_so_long(seconds: float) -> bool:
+        pauses.append(seconds)
+        return wait(seconds)
+
+    scene.lasting._closing.wait = wait_so_long  # type: ignore[assignment, method-assign]
+    broken = Failure.of(ConnectionLostError("the other side has noticed it"), Scope.CONNECTION)
+    scene.now.say(broken)
+    for generation in range(4):
+        scene.reopen(generation)
+        scene.now.say(broken)
+    scene.now.hear(Resume)
+    assert pauses == [reconnect.RETRY_SECONDS] * 4
+
+    for _ in range(3):
+        scene.now.die()
+        scene.now = scene._stack.enter_context(Scripted(scene.now.url))
+        scene.now.hear(Resume)
+    assert max(pauses) == 8 * reconnect.RETRY_SECONDS
+
+
 def test_a_connection_that_breaks_just_before_the_member_waits_for_what_stands_is_tried_again(scene: Scene) -> None:
     broken: list[TcpChannel] = []
     restate = scene.resumption.restate

@@ -178,6 +178,65 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
     hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
 
 
+@pytest.mark.parametrize(
+    ("world", "sizes", "program", "crashes", "breaks", "deaths", "learners", "rates", "seed"),
+    [
+        pytest.param(
+            *(2, [[19, 30, 35], [32, 33]], [Act("broadcast_object", 10, 2)], [32, 33]),
+            *({289: [1], 532: [1], 495: [1], 226: [0]}, {128: [1], 180: [0], 600: [3], 256: [1]}, {181: [0]}),
+            *((1.0,), 14150),
+            id="a learner is lost in the round in which its seat's former member counted",
+        ),
+        pytest.param(
+            *(4, [[29, 24, 15], [16, 22]], [ROUND, Act("scatter", 20, 3)], [18, 71, 35]),
+            *({152: [1]}, {447: [1], 139: [2], 430: [1], 410: [0]}, {152: [1]}, (3.0, 0.5, 1.0), 7819),
+            id="the same, at several shards",
+        ),
+        pytest.param(
+            *(1, [[25, 37], [24, 12]], [ROUND], []),
+            *({152: [1], 256: [2], 407: [1], 272: [1]}, {470: [2], 178: [3], 251: [0], 350: [0]}),
+            *({0: [2], 178: [3], 251: [0]}, (1.0,), 0),
+            id="a state comes when its learner is gone, and the next one in its seat, too",
+        ),
+        pytest.param(
+            *(4, [[24]], [ROUND, Act("max", 2), ROUND, Act("max", 10, 3)], [16, 8, 79]),
+            *({174: [0], 209: [0]}, {398: [2]}, {398: [2]}, (0.0, 1.0), 253),
+            id="a connection breaks again and again, to a coordinator that answers",
+        ),
+        pytest.param(
+            *(1, [[12], [35, 15, 10]], [Act("max", 3, 2), *[Act("broadcast", 11)] * 2, Act(section=1)], [28, 70, 76]),
+            *({96: [3], 215: [1], 478: [3], 593: [2]}, {528: [0], 46: [3], 588: [0], 600: [2]}),
+            *({154: [3], 116: [3], 321: [3]}, (1.0, 1.0, 1.0), 102562),
+            id="a connection breaks when a learner's first round is complete, and not over",
+        ),
+        pytest.param(
+            *(2, [[18, 17, 19]], [ROUND], [49, 15], {256: [3], 188: [0], 264: [3]}, {256: [3], 188: [0], 264: [3]}),
+            *({256: [3], 188: [0], 264: [3]}, (1.0, 1.0), 341),
+            id="a member is lost in a recovery, and all that waited for it has weight 0",
+        ),
+        pytest.param(
+            *(4, [[13, 38]], [Act("all_gather", 3)], [13, 38]),
+            *({439: [2], 582: [3], 251: [1], 512: [1]}, {439: [2], 582: [3], 251: [1], 512: [1]}),
+            *({0: [2], 3: [0]}, (1.0, 1.0), 0),
+            id="of all that founded the group none is left",
+        ),
+    ],
+)
+def test_whichever_worker_is_lost_when_others_join_all_laws_hold(
+    world: int,
+    sizes: list[list[int]],
+    program: list[Act],
+    crashes: list[int],
+    breaks: Happenings,
+    deaths: Happenings,
+    learners: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = Group(world, sizes, program + [ROUND] * 5, seed, rates, crashes)
+    hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
+
+
 @given(worlds, more_modules, st.data(), few_fuses, traps, early, happenings, happenings, many_rates, seeds)
 @settings(max_examples=examples(10))
 def test_what_is_lost_in_the_midst_of_a_promotion_costs_no_other_member_anything(
@@ -196,6 +255,12 @@ def test_what_is_lost_in_the_midst_of_a_promotion_costs_no_other_member_anything
     group = Group(world, sizes, program, seed, rates, crashes)
     group.world.traps = behind
     hold(group, (learners, group.join), (transfers, group.lose_in_transfer), (losses, group.world.kill_any_shard))
+
+
+def test_a_group_that_its_last_contributor_has_left_is_over_for_the_next_coordinator_though_none_wrote_so() -> None:
+    group = Group(2, [[17, 36], [22, 35]], [ROUND] * 5, 0, (1.0,), [27, 20])
+    group.world.traps = [Trap(Epoch, 9)]
+    hold(group, ({19: [2], 28: [0]}, group.join))
 
 
 @given(

@@ -351,6 +351,24 @@ def test_a_state_for_the_seats_former_worker_goes_nowhere(expected: bool) -> Non
     assert driven.engine.data.groups["default"].traffic.outstanding[told.donor, Pool.SENDS] == 0
 
 
+def test_a_state_goes_nowhere_when_the_seats_next_worker_is_gone_too() -> None:
+    driven = Training()
+    driven.enter(waits=False)
+    (told,) = driven.train()
+    driven.half(told, told.learner, LEARNER)
+    driven.half(told, told.donor, told.donor)
+    driven.lose(LEARNER)
+    driven.enter(line=LEARNER + 1)
+    driven.lose(LEARNER + 1)
+
+    driven.half(told, told.donor, told.donor, 1)
+
+    (failure,) = driven.failures(told.donor)
+    assert isinstance(failure, WorkerLostError)
+    assert SEATS + told.donor not in driven.closed
+    assert driven.states() == []
+
+
 def test_a_state_of_the_seats_former_worker_is_not_waited_for() -> None:
     driven = Training()
     driven.enter(waits=False)

@@ -73,9 +73,7 @@ class _Loader:
         self._is_loading = False
 
     def start(self) -> None:
-        choice = os.environ.get(VARIABLE, AUTO)
-        if choice not in (AUTO, NUMPY, COMPILED):
-            raise InvalidArgumentError(f"{VARIABLE} must be {AUTO}, {NUMPY} or {COMPILED}, not {choice!r}")
+        choice = _choice()
         with self._lock:
             if self._thread is None and choice != NUMPY:
                 self.standing = Standing(NUMPY, "kernels are being loaded")
@@ -142,6 +140,24 @@ class _Loader:
 
 
 _loader = _Loader()
+
+
+def _choice() -> str:
+    choice = os.environ.get(VARIABLE, AUTO)
+    if choice not in (AUTO, NUMPY, COMPILED):
+        raise InvalidArgumentError(f"{VARIABLE} must be {AUTO}, {NUMPY} or {COMPILED}, not {choice!r}")
+    return choice
+
+
+def require() -> None:
+    """Do what may fail of `start`, before a process listens: check the choice, and load kernels if there must be some.
+
+    Raises:
+        InvalidArgumentError: as `start`.
+        BackendUnavailableError: as `start`.
+    """
+    if _choice() == COMPILED:
+        _loader.start()
 
 
 def start() -> None:

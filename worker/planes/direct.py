@@ -367,6 +367,7 @@ class DirectPlane:
         signal = self._signal
         assert signal is not None
         word = signal.error if signal.error is not None else error
+        self._under_way.clear()  # gloo closes connections when no work is kept: the other members' reductions end then
         if isinstance(word, GradServerError) and not isinstance(word, (RoundVoidError, BackendUnavailableError)):
             self._directs.give_up()
             raise word

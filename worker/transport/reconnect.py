@@ -8,7 +8,7 @@
     UP        any other Failure of the connection     CLOSED    everything open fails with it
     UP        a message violates the protocol         DOWN      it may have been made wrong once
     any       … again, in the same round              CLOSED    ProtocolError: it would come for ever
-    DOWN      each 50 ms, or 0.4 s                    DOWN      it tries to connect; each 5 s the log says so
+    DOWN      each 50 ms; 0.4 s if none answers       DOWN      it tries to connect; each 5 s the log says so
     DOWN      a connection stands                     RESUMING  Resume
     DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
     RESUMING  Resumed                                 RESUMING  memory is shared again; Holding
@@ -67,8 +67,7 @@ log = logging.getLogger("gradserver")
 
 RETRY_SECONDS: Final = 0.05
 _MOST_RETRY_SECONDS: Final = 0.4
-"""Longest pause between two attempts where something accepts connections that is no coordinator, as a proxy.
-Each attempt costs milliseconds of a processor, which a coordinator of the same machine needs to start."""
+"""Longest pause where what accepts connections says nothing, as a proxy: a coordinator needs the processor to start."""
 SAY_SO_EVERY: Final = 5.0
 """Seconds between two lines of the log during a wait."""
 _LOOK_SECONDS: Final = 0.1
@@ -300,7 +299,7 @@ class ReconnectingChannel:
             except OSError as error:
                 reason = CoordinatorUnreachableError(reason_of(error))
             finally:
-                self._let_go()
+                pause = RETRY_SECONDS if self._let_go() else pause
             if session.closed:
                 break
             now = time.monotonic()
@@ -382,14 +381,15 @@ class ReconnectingChannel:
             self.make_anew(ConnectionLostError("another process has taken the place of a data shard"))
         return right
 
-    def _let_go(self) -> None:
-        """Close a connection on which it was not possible to resume."""
+    def _let_go(self) -> bool:
+        """Close a connection on which it was not possible to resume. Return True if a coordinator answered there."""
         with self._lock:
             channel, self._trying = self._trying, None
         if channel is not None:
             channel.detach_memory()
             channel.detach_beacon()
             channel.close()
+        return channel is not None and channel.heard
 
     def _give_up(self, url: str, seconds: float, tried: int, reason: GradServerError) -> None:
         self._session.lost(

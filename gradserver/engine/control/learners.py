@@ -215,7 +215,10 @@ def contributors(group: Group, number: int) -> dict[int, Learner]:
 
 
 def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effects) -> None:
-    """Make members of learners that contribute to round ``number``: it is over, or their contributions may count."""
+    """Make members of learners that contribute to round ``number``: it is over, or their contributions may count.
+
+    Their first round can be the one before, if that is complete and not over.
+    """
     entered = contributors(group, number)
     if not entered:
         return
@@ -223,7 +226,8 @@ def promote(group: Group, number: int, epoch: Callable[[], int], effects: Effect
         happens(learner, Event.COUNTED)
         group.learners.promote(member_id)
     member_ids = {member_id: Member(learner.connection, learner.join.name) for member_id, learner in entered.items()}
-    what = group.members.promote(member_ids, number, epoch())
+    first = max(learner.round for learner in entered.values())
+    what = group.members.promote(member_ids, first, epoch())
     news = group.news(what, False, effects)
     journal.members(group, what, effects)
     group.configure(effects, news)

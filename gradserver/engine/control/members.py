@@ -72,8 +72,8 @@ def remove(
     if group.policy.ends_at_once and group.lacks_workers:
         _break_without(group, member_id, reason, politely, effects)
         return
+    recovery.begin_if_due(registry, group, now, effects)  # first: behind Resumed no data half answers what was open
     _depart(registry, group, member_id, reason, politely, ended, effects)
-    recovery.begin_if_due(registry, group, now, effects)
 
 
 def _depart(

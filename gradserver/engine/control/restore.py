@@ -83,6 +83,10 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
         group = _group(registry, name, found, policy, now, parent)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
+        if not group.begun:  # the coordinator was lost before it had written that the group ends
+            registry.ended[name] = "its last worker had gone"
+            effects.log(f"group {name!r} ends: its last worker had gone")
+            continue
         names = ", ".join(map(repr, group.members.identities.present_names()))
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")

@@ -62,7 +62,7 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
     if begins:
         if push.epoch == 0 and commits.is_said_again(group, member_id, push):
             return None
-        if group.learners.first_rounds:
+        if group.learners.since:  # what was sent to a learner comes also when that has gone
             if group.learners.is_stale(member_id, push):
                 _turn_away(group, exchange, member_id, push, effects)
                 return None
@@ -94,7 +94,7 @@ def admitted(group: Group, member_id: int, push: Push, now: float, effects: Effe
             return None
         exchange.join(member_id, push.weight)
     elif exchange is None:
-        to_learner = is_state(key) or (group.learners.first_rounds and key.stream == TRANSFER)
+        to_learner = is_state(key) or (group.learners.since and key.stream == TRANSFER)
         if to_learner or group.sequences.is_past(member_id, key):
             return None  # the tail of an exchange that failed meanwhile, or of one that never began
         raise UnexpectedMessageError(f"slice {push.slice} of an exchange that did not begin with its first slice")

@@ -67,8 +67,8 @@ class Round:
     hashed: bool = False
     section: int = 0
     """The number of the section that is exchanged in it."""
-    done: set[int] = field(default_factory=set)
-    """Buckets that were exchanged."""
+    done: dict[int, Collection[int]] = field(default_factory=dict)
+    """Buckets that were exchanged, each with the members that gave to it since the latest recovery."""
     weights: dict[int, float] = field(default_factory=dict)
     last: int = -1
     cut: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Round:
     def end_bucket(self, exchange: Exchange) -> None:
         """Note that a bucket was exchanged, and in how many of its slices each member counted."""
         part, counted = exchange.key.part, exchange.counted
-        self.done.add(part)
+        self.done[part] = exchange.weights
         self.last = exchange.last
         if exchange.counts_all():  # as in most rounds
             self.weights.update(exchange.weights)
@@ -121,8 +121,12 @@ class Round:
                 self.cut[member_id, part] = counted(member_id)
 
     def cut_off(self, member_id: int, part: int, slices: int) -> None:
-        """Note that ``member_id`` gives no more. It counted in ``slices`` of a finished bucket, or as it is known."""
-        self.cut.setdefault((member_id, part), self.counted.get((member_id, part), slices))
+        """Note that ``member_id`` gives no more. If it gave to a finished bucket, that counted: in all its ``slices``.
+
+        Its id can have been another member's, which gave to other buckets of the round.
+        """
+        given = slices if member_id in self.done[part] else 0
+        self.cut.setdefault((member_id, part), self.counted.get((member_id, part), given))
 
     def take_settled(self, part: int, columns: Mapping[tuple[float, ...], int], member_ids: Collection[int]) -> None:
         """Take over settled slices of bucket ``part``: ``columns`` of weights, each with a number of slices.
@@ -143,7 +147,7 @@ class Round:
 
     def take_done(self, parts: Iterable[int], last: int) -> None:
         """Take over buckets that are settled as a whole; ``last`` stands for their last contributor."""
-        self.done.update(parts)
+        self.done.update(dict.fromkeys(parts, ()))
         self.last = last
 
     def reach_quorum(self, now: float, look_at: float | None) -> None:
