@@ -78,8 +78,8 @@ class Kernels(NamedTuple):
         keep_drawn: the same for elements at given offsets.
         add_at: add numbers, times a weight if there is one, at offsets of a total.
         products: compute the sums of squares of blocks, and then the products of each with the last one. None stands
-            for zeros. So many elements are looked at: of so many rows of 256 each one, beginning with the one whose
-            number comes last. These sums need not have numpy's bits, as no result depends on them.
+            for zeros. So many elements are looked at, in rows of 256: of so many rows one, with the offset that comes
+            last. These sums need not have numpy's bits, as no result depends on them.
     """
 
     encode: Mapping[int, Encode] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ def _products(kind: int, blocks: Sequence[npt.NDArray[Any] | None], seen: int, s
     addresses = np.array([0 if block is None else block.ctypes.data for block in blocks], np.uint64)
     sums = np.zeros(2 * len(blocks) - 1)
     loops.products(kind, addresses, seen, step, offset, sums)
-    return cast(list[float], sums.tolist())
+    found: list[float] = sums.tolist()
+    return found
 
 
 TABLE: Final = Kernels(
