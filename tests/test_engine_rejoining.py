@@ -241,6 +241,22 @@ def test_a_joiner_that_contributes_may_lose_its_connection() -> None:
     assert group.come_back(2, welcome.token, welcome.epoch)[0] == Resumed(1, 3)
 
 
+def test_a_joiner_that_has_entered_when_all_members_were_away_may_lose_its_connection() -> None:
+    group = Joinable(1)
+    welcome = group.join(1, "spot")
+    group.round(1, range(1))
+    group.harness.lose(0)
+    assert group.harness.group()["state"] == "suspended"
+    group.harness.receive(SEATS + 1, Ready(1))
+    assert Entered(2) in group.told(1, SEATS)
+
+    group.harness.lose(1)
+
+    assert group.harness.group()["state"] == "suspended"
+    assert group.names() == ["w0", "spot"]
+    assert isinstance(group.come_back(1, welcome.token)[0], Resumed)
+
+
 def test_a_joiner_that_does_not_contribute_is_gone_with_its_connection() -> None:
     group = Joinable()
     group.join(2, "spot")

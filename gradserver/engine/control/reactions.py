@@ -205,7 +205,7 @@ def leave(event: Event) -> None:
 def detach(event: Event) -> None:
     """Keep the member's place for a while."""
     assert isinstance(event.what, Broke)
-    recovery.promote_contributors(event.registry, event.group, event.effects)
+    recovery.promote_contributors(event.registry, event.group, event.effects)  # a suspended group has a member then
     event.follow()
     sessions.detach(event.registry, event.group, event.member_id, event.what.reason, event.now, event.effects)
 
