@@ -1,7 +1,8 @@
-"""Parts of every reduction: weights, values that are not finite, scratch memory, and types to compute in."""
+"""Parts of every reduction: weights, values that are not finite, errors, scratch memory, and types to compute in."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -11,10 +12,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from gradserver.engine.commands import Reduce
 from gradserver.engine.events import Broken, NonFinite, Sifted, Undecodable
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.dtypes import DType, numpy_dtype
 from gradserver.protocol.exchange import Op
+
+log = logging.getLogger("gradserver")
 
 Array = npt.NDArray[Any]
 Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broken | None
@@ -22,6 +26,8 @@ Outcome = Buffer | tuple[Buffer, ...] | NonFinite | Sifted | Undecodable | Broke
 
 FOLDS: Final = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 """Functions of the operations that take one contribution after the other."""
+_MAX_CAUSE: Final = 500
+"""Limit of the characters of an exception's text that are sent to members."""
 
 
 def weigh(weights: Sequence[float]) -> tuple[bool, float, Sequence[float]]:
@@ -73,6 +79,12 @@ def blame(given: Iterable[tuple[int, Array]], start: int, parts: int) -> NonFini
             what = "NaN" if np.isnan(value) else "Inf" if value > 0 else "-Inf"
             return NonFinite(member_id, (start + int(bad[0])) // parts, what)
     return NonFinite(-1, start // parts, "Inf")
+
+
+def broken_by(error: Exception, command: Reduce) -> Broken:
+    """Make the outcome of a reduction that has raised ``error``."""
+    log.error("%s of group %r could not be reduced", command.operation, command.group, exc_info=error)
+    return Broken(f"{type(error).__name__}: {str(error)[:_MAX_CAUSE]}")
 
 
 def in_range(values: Array, dtype: npt.DTypeLike) -> Array:

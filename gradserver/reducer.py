@@ -28,6 +28,7 @@ from gradserver.concatenation import PASSED_ON, pass_on
 from gradserver.engine.commands import RESULT, Reduce
 from gradserver.engine.events import Broken, Finding, NonFinite, Sifted
 from gradserver.engine.policy import PROPAGATE, OnNonFinite
+from gradserver.handing_out import hand_out_of
 from gradserver.lossy import reduce_lossy
 from gradserver.mean import (
     FOLDS,
@@ -35,6 +36,7 @@ from gradserver.mean import (
     Outcome,
     add_up,
     blame,
+    broken_by,
     divide,
     first_non_finite,
     fold,
@@ -66,8 +68,6 @@ _SPREAD_BYTES: Final = 16 * MIB
 """Total size of contributions below which combining them is faster than waking another thread."""
 _LOSSY_NUMEL: Final = 65_536
 """Number of elements from which on decoding and encoding take longer than waking another thread."""
-_MAX_CAUSE: Final = 500
-"""Limit of the characters of an exception's text that are sent to members."""
 _MEAN: Final = Op.MEAN
 _ROBUST_COST: Final = 8
 """Time of a robust mean over that of the plain one, about."""
@@ -163,12 +163,6 @@ def _tell(later: Callable[[Outcome], None], outcome: Outcome) -> None:
         log.exception("cannot report the outcome of a reduction. This is a bug of gradserver")
 
 
-def broken_by(error: Exception, command: Reduce) -> Broken:
-    """Make the outcome of a reduction that has raised ``error``."""
-    log.error("%s of group %r could not be reduced", command.operation, command.group, exc_info=error)
-    return Broken(f"{type(error).__name__}: {str(error)[:_MAX_CAUSE]}")
-
-
 def _is_small(command: Reduce) -> bool:
     """Return whether other threads would not be faster."""
     if command.operation.is_lossy:
@@ -213,8 +207,10 @@ class _Job:
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
+        self._hand_out = hand_out_of(command, self._rows, self._targets)
         least = UNIT * self._parts if self._rule.is_robust else 0
-        self._step = max(_BLOCK_BYTES // max(self._elements.itemsize, self._stored.itemsize), least)
+        nbytes = _BLOCK_BYTES if self._hand_out is None else SLICE_BYTES  # no sum has to stay in a cache
+        self._step = max(nbytes // max(self._elements.itemsize, self._stored.itemsize), least)
         each = (command.each or SLICE_BYTES // self._dtype.itemsize) * self._parts
         self._step = each if each < numel and each % self._step else self._step  # blocks end where slices do
         self.blocks = -(-numel // self._step)
@@ -242,7 +238,10 @@ class _Job:
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result to all targets, unless a value in it is not finite."""
         cut = slice(block * self._step, (block + 1) * self._step)
-        rows = self._rows if self.blocks == 1 else [None if row is None else row[cut] for row in self._rows]
+        if self._hand_out is not None and (cut := self._hand_out(cut)).start == cut.stop:
+            return None
+        is_whole = self.blocks == 1 and not cut.start
+        rows = self._rows if is_whole else [None if row is None else row[cut] for row in self._rows]
         if self._op is _MEAN:
             result = self._mean(rows, self._scale, block)
             if result is None:

@@ -13,13 +13,13 @@ from typing import Protocol, TypeVar
 from gradserver.engine.commands import Close, Command, Hire, Log, Record, Reduce, Send, make
 from gradserver.engine.declared import Kind
 from gradserver.engine.events import Branched, Disconnected, Event, Garbled, Received, Reduced, Restored, Stop, Tick
-from gradserver.mean import Outcome
+from gradserver.mean import Outcome, broken_by
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet
 from gradserver.protocol.compiled.loader import standing
 from gradserver.protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
 from gradserver.protocol.messages import Failure, Message, Scope, Split
-from gradserver.reducer import PENDING, Pending, Reducer, broken_by
+from gradserver.reducer import PENDING, Pending, Reducer
 
 log = logging.getLogger("gradserver")
 

@@ -20,10 +20,11 @@ from hypothesis import given, strategies as st
 
 from gradserver.comparison import Products
 from gradserver.engine.commands import Contribution, Memory, Reduce
-from gradserver.engine.events import Sifted
+from gradserver.engine.events import NonFinite, Sifted
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import narrow, types_of
 from gradserver.protocol import kernels
+from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, Scratch, codec_of, encode_with_feedback, seed_of
 from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.compiled import loader
@@ -132,7 +133,7 @@ def test_any_payload_is_decoded_and_added_up_to_the_same_bits(
 
 
 def command(
-    payloads: Sequence[bytes | None],
+    payloads: Sequence[Buffer | None],
     weighed: Sequence[float],
     codec: Codec | None,
     dtype: str,
@@ -218,6 +219,56 @@ def test_means_of_elements_have_the_same_bits(
         with using(one), np.errstate(all="ignore"):
             found.append(told(made, reduce(made)))
     assert found[0] == found[1]
+
+
+@given(st.sampled_from(ELEMENTS), st.sampled_from([Op.MEAN, Op.SUM]), st.integers(1, 5), lengths, st.data())
+def test_results_that_are_written_to_all_members_have_the_same_bits(
+    table: Kernels, dtype: str, op: Op, count: int, numel: int, data: st.DataObject
+) -> None:
+    parts, in_place = 2 if dtype.startswith("complex") else 1, data.draw(st.booleans(), label="in place")
+    weighed = [data.draw(weights, label="weight") for _ in range(count)]
+    given = [elements(row, dtype).tobytes() for row in rows_of(data, count, numel * parts)]
+    absent = {1} if count > 2 and data.draw(st.booleans(), label="gives nothing") else set()
+    found, sizes = [], []
+
+    def counting(*arguments: Any) -> int:
+        sizes.append(table.hand_out[dtype](*arguments))
+        return sizes[-1]
+
+    counted = table._replace(hand_out={dtype: counting} if dtype in table.hand_out else {})
+    for one in (NUMPY, counted):
+        memory = [bytearray(payload) for payload in given]
+        targets = memory if in_place else [bytearray(len(payload)) for payload in given]
+        rows = [None if place in absent else payload for place, payload in enumerate(memory)]
+        made = command(rows, weighed, None, dtype, numel, None, OnNonFinite.PROPAGATE, 0)
+        operation = operation_of(Kind.ALL_REDUCE, op, dtype_of(dtype), numel)
+        made = made._replace(operation=operation, keep=False, squares=None, targets=targets)
+        with using(one), np.errstate(all="ignore"):
+            assert reduce(made) is None
+        found.append([bytes(target) for target in targets])
+    assert found[0] == found[1]
+    has_zeros = op is Op.SUM and absent
+    assert bool(sizes) == (count > 1 and dtype in table.hand_out and not has_zeros)
+
+
+def test_a_mean_that_is_kept_or_checked_is_not_handed_out(table: Kernels) -> None:
+    """What is not finite must be found before anything is written over what members gave."""
+    numel = 4096
+    rows = [numbers("one NaN", numel, 1), numbers("usual", numel, 2)]
+    for policy, changes in (
+        (OnNonFinite.HALT, {}),
+        (OnNonFinite.LEAVE_OUT, {}),
+        (OnNonFinite.PROPAGATE, {"squares": []}),
+        (OnNonFinite.PROPAGATE, {"keep": True}),
+    ):
+        memory = [bytearray(row.tobytes()) for row in rows]
+        made = command(memory, [1.0, 1.0], None, "float32", numel, None, policy, 0)
+        made = made._replace(**{"keep": False, "squares": None, "targets": memory, **changes})
+        with using(table._replace(hand_out={"float32": pytest.fail})), np.errstate(all="ignore"):
+            outcome = reduce(made)
+        assert isinstance(outcome, NonFinite) == (policy is OnNonFinite.HALT)
+        if policy is OnNonFinite.HALT:
+            assert [bytes(one) for one in memory] == [row.tobytes() for row in rows]
 
 
 @given(

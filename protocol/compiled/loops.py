@@ -40,7 +40,7 @@ FP32, BF16, FP16, INT8 = 0, 1, 2, 3
 BFLOAT16, FLOAT16 = 16, 17
 """Element types. They differ from codecs in what is too large: that becomes Inf."""
 
-_CHUNK: Final = np.uint64(512)
+CHUNK: Final = np.uint64(512)
 """Elements that all steps are done with before the next ones. With more of them, the memory waits for the steps."""
 _GROUP: Final = np.uint64(256)
 _ROW: Final = np.uint64(1024)
@@ -84,14 +84,14 @@ def _of_half(code: Any) -> Any:
 
 
 @compiled(void(int64, uint64, uint64, uint64, uint64, ROW, boolean, float32))
-def _take(kind: Any, begin: Any, size: Any, start: Any, count: Any, total: Any, adds: Any, weight: Any) -> None:
+def take(kind: Any, begin: Any, size: Any, start: Any, count: Any, total: Any, adds: Any, weight: Any) -> None:
     """Decode ``count`` elements from ``start`` on, of the ``size`` that begin at an address.
 
     If it ``adds``, they are added to ``total`` with their weight. A product with 1 changes no bit.
     """
     if kind == INT8:
-        scales = carray(pointer(begin + (start >> _8) * _4, np.float32), _CHUNK >> _8)
-        integers = carray(pointer(begin + ((size + _255) >> _8) * _4 + start, np.int8), _CHUNK)
+        scales = carray(pointer(begin + (start >> _8) * _4, np.float32), CHUNK >> _8)
+        integers = carray(pointer(begin + ((size + _255) >> _8) * _4 + start, np.int8), CHUNK)
         first, group = _0, _0
         while first < count:
             scale, last = scales[group], min(first + _GROUP, count)
@@ -103,7 +103,7 @@ def _take(kind: Any, begin: Any, size: Any, start: Any, count: Any, total: Any, 
                     total[i] = np.float32(integers[i]) * scale
             first, group = last, group + _1
     elif kind == FP32:
-        numbers = carray(pointer(begin + start * _4, np.float32), _CHUNK)
+        numbers = carray(pointer(begin + start * _4, np.float32), CHUNK)
         if adds:
             for i in range(count):
                 total[i] = total[i] + numbers[i] * weight
@@ -111,7 +111,7 @@ def _take(kind: Any, begin: Any, size: Any, start: Any, count: Any, total: Any, 
             for i in range(count):
                 total[i] = numbers[i]
     else:
-        halves = carray(pointer(begin + start * _2, np.uint16), _CHUNK)
+        halves = carray(pointer(begin + start * _2, np.uint16), CHUNK)
         if kind in (BF16, BFLOAT16):
             if adds:
                 for i in range(count):
@@ -133,8 +133,8 @@ def _take(kind: Any, begin: Any, size: Any, start: Any, count: Any, total: Any, 
 
 @compiled(uint32(uint64, uint64, uint64, uint64, ROW, ROW))
 def _give_int8(begin: Any, size: Any, start: Any, count: Any, values: Any, left: Any) -> Any:
-    scales = carray(pointer(begin + (start >> _8) * _4, np.float32), _CHUNK >> _8)
-    integers = carray(pointer(begin + ((size + _255) >> _8) * _4 + start, np.int8), _CHUNK)
+    scales = carray(pointer(begin + (start >> _8) * _4, np.float32), CHUNK >> _8)
+    integers = carray(pointer(begin + ((size + _255) >> _8) * _4 + start, np.int8), CHUNK)
     most, first, group = uint32(0), _0, _0
     while first < count:
         last, peak = min(first + _GROUP, count), uint32(0)
@@ -168,7 +168,7 @@ def _give_int8(begin: Any, size: Any, start: Any, count: Any, values: Any, left:
 
 @compiled(uint32(uint64, uint64, uint64, ROW, ROW))
 def _give_bf16(begin: Any, start: Any, count: Any, values: Any, left: Any) -> Any:
-    codes, most = carray(pointer(begin + start * _2, np.uint16), _CHUNK), uint32(0)
+    codes, most = carray(pointer(begin + start * _2, np.uint16), CHUNK), uint32(0)
     for i in range(count):
         bits = bits_of(values[i])
         magnitude, cut = uint32(bits & MAGNITUDE), uint32(bits >> uint32(16))
@@ -183,7 +183,7 @@ def _give_bf16(begin: Any, start: Any, count: Any, values: Any, left: Any) -> An
 
 @compiled(uint32(uint64, uint64, uint64, boolean, ROW, ROW))
 def _give_fp16(begin: Any, start: Any, count: Any, saturates: Any, values: Any, left: Any) -> Any:
-    codes, most = carray(pointer(begin + start * _2, np.uint16), _CHUNK), uint32(0)
+    codes, most = carray(pointer(begin + start * _2, np.uint16), CHUNK), uint32(0)
     largest = uint32(0x7BFF) if saturates else uint32(0x7C00)
     for i in range(count):
         bits = bits_of(values[i])
@@ -206,7 +206,7 @@ def _give_fp16(begin: Any, start: Any, count: Any, saturates: Any, values: Any, 
 
 @compiled(uint32(uint64, uint64, uint64, ROW, ROW))
 def _give_bfloat16(begin: Any, start: Any, count: Any, values: Any, _left: Any) -> Any:
-    codes, most = carray(pointer(begin + start * _2, np.uint16), _CHUNK), uint32(0)
+    codes, most = carray(pointer(begin + start * _2, np.uint16), CHUNK), uint32(0)
     for i in range(count):
         bits = bits_of(values[i])
         most = max(most, uint32(bits & MAGNITUDE))
@@ -217,7 +217,7 @@ def _give_bfloat16(begin: Any, start: Any, count: Any, values: Any, _left: Any) 
 
 @compiled(uint32(uint64, uint64, uint64, ROW, ROW))
 def _give_fp32(begin: Any, start: Any, count: Any, values: Any, _left: Any) -> Any:
-    numbers, most = carray(pointer(begin + start * _4, np.float32), _CHUNK), uint32(0)
+    numbers, most = carray(pointer(begin + start * _4, np.float32), CHUNK), uint32(0)
     for i in range(count):
         most = max(most, magnitude_of(values[i]))
         numbers[i] = values[i]
@@ -225,7 +225,7 @@ def _give_fp32(begin: Any, start: Any, count: Any, values: Any, _left: Any) -> A
 
 
 @compiled(uint32(int64, uint64, uint64, uint64, uint64, ROW, ROW))
-def _give(kind: Any, begin: Any, size: Any, start: Any, count: Any, values: Any, left: Any) -> Any:
+def give(kind: Any, begin: Any, size: Any, start: Any, count: Any, values: Any, left: Any) -> Any:
     """Encode ``count`` elements as those from ``start`` on, of the ``size`` that begin at an address."""
     if kind == INT8:
         return _give_int8(begin, size, start, count, values, left)
@@ -262,11 +262,11 @@ def digest(words: Any, factors: Any, place: Any) -> Any:
 @compiled(void(int64, READ_FLOATS, BYTES))
 def encode(kind: Any, values: Any, out: Any) -> None:
     """Encode a block."""
-    size, begin, row, left = uint64(values.size), uint64(out.ctypes.data), row_of(values), np.empty(_CHUNK, np.float32)
+    size, begin, row, left = uint64(values.size), uint64(out.ctypes.data), row_of(values), np.empty(CHUNK, np.float32)
     start = _0
     while start < size:
-        count = min(_CHUNK, size - start)
-        _give(kind, begin, size, start, count, row[start : start + count], left)
+        count = min(CHUNK, size - start)
+        give(kind, begin, size, start, count, row[start : start + count], left)
         start += count
 
 
@@ -276,8 +276,8 @@ def decode(kind: Any, data: Any, out: Any, adds: Any, weight: Any) -> None:
     size, begin, row = uint64(out.size), uint64(data.ctypes.data), row_of(out)
     start = _0
     while start < size:
-        count = min(_CHUNK, size - start)
-        _take(kind, begin, size, start, count, row[start : start + count], adds, weight)
+        count = min(CHUNK, size - start)
+        take(kind, begin, size, start, count, row[start : start + count], adds, weight)
         start += count
 
 
@@ -288,13 +288,13 @@ def compensate(kind: Any, values: Any, residual: Any, out: Any, spare: Any) -> A
     In ``spare``, which is as long, stays what is owed until all sums are known to be finite.
     """
     size, begin, row, owed = uint64(values.size), uint64(out.ctypes.data), row_of(values), row_of(residual)
-    sums, before, start = np.empty(_CHUNK, np.float32), row_of(spare), _0
+    sums, before, start = np.empty(CHUNK, np.float32), row_of(spare), _0
     while start < size:
-        count = min(_CHUNK, size - start)
+        count = min(CHUNK, size - start)
         for i in range(count):
             before[start + i] = owed[start + i]
             sums[i] = row[start + i] + owed[start + i]
-        if _give(kind, begin, size, start, count, sums, owed[start : start + count]) >= INFINITY:
+        if give(kind, begin, size, start, count, sums, owed[start : start + count]) >= INFINITY:
             for i in range(start + count):
                 owed[i] = before[i]
             return False
@@ -302,77 +302,10 @@ def compensate(kind: Any, values: Any, residual: Any, out: Any, spare: Any) -> A
     return True
 
 
-@compiled(float32(ROW, uint64), fastmath={"reassoc"})  # no result depends on this sum, so its order is free
-def _squares(values: Any, count: Any) -> Any:
-    total = _ZERO
-    for i in range(count):
-        total += values[i] * values[i]
-    return total
-
-
-@compiled(float64(int64, uint64, READ_WORDS, uint64, READ_FLOATS, float32, boolean, READ_FLOATS, FLOATS, BYTES, FLOATS))
-def combine(
-    kind: Any,
-    size: Any,
-    addresses: Any,
-    offset: Any,
-    weights: Any,
-    divisor: Any,
-    multiplies: Any,
-    before: Any,
-    after: Any,
-    out: Any,
-    arrived: Any,
-) -> Any:
-    """Encode the mean of blocks that begin ``offset`` behind some addresses. Arrays of no elements are not wanted.
-
-    ``multiplies``: by ``divisor``, which is the inverse of a power of two. With ``after``, the residual ``before`` is
-    added to the mean, and what is lost is left there. Without ``before`` that is 0, which turns -0 into 0.
-
-    Returns:
-        The sum of squares of the mean; -1 if something is not finite.
-    """
-    begin, total, left = uint64(out.ctypes.data), np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
-    owed, owing, results = row_of(before), row_of(after), row_of(arrived)
-    start, squares = _0, 0.0
-    while start < size:
-        count = min(_CHUNK, size - start)
-        _take(kind, addresses[0] + offset, size, start, count, total, False, _ONE)
-        if weights.size:
-            for i in range(count):
-                total[i] = total[i] * weights[0]
-        for k in range(_1, uint64(addresses.size)):
-            weight = weights[k] if weights.size else _ONE
-            _take(kind, addresses[k] + offset, size, start, count, total, True, weight)
-        if multiplies:
-            for i in range(count):
-                total[i] = total[i] * divisor
-        else:
-            for i in range(count):
-                total[i] = total[i] / divisor
-        squares += _squares(total, count)
-        if owing.size:
-            if owed.size:
-                for i in range(count):
-                    total[i] = total[i] + owed[start + i]
-            else:
-                for i in range(count):
-                    total[i] = total[i] + _ZERO
-            most = _give(kind, begin, size, start, count, total, owing[start : start + count])
-        else:
-            most = _give(kind, begin, size, start, count, total, left)
-        if most >= INFINITY:
-            return -1.0
-        if results.size:
-            _take(kind, begin, size, start, count, results[start : start + count], False, _ONE)
-        start += count
-    return squares
-
-
 # ── comparisons ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@compiled(float64(ROW, ROW, uint64), fastmath={"reassoc"})  # nor on these
+@compiled(float64(ROW, ROW, uint64), fastmath={"reassoc"})  # no result depends on these sums: their order is free
 def _product(left: Any, right: Any, count: Any) -> Any:
     total = 0.0
     for i in range(count):
@@ -392,7 +325,7 @@ def products(kind: Any, addresses: Any, seen: Any, step: Any, offset: Any, sums:
         count = min(_GROUP, seen - first)
         for k in range(blocks):
             if addresses[k] != _0:
-                _take(kind, addresses[k], seen, first * step + offset * _GROUP, count, groups[k], False, _ONE)
+                take(kind, addresses[k], seen, first * step + offset * _GROUP, count, groups[k], False, _ONE)
                 sums[k] += _product(groups[k], groups[k], count)
         for k in range(last):
             sums[blocks + k] += _product(groups[k], groups[last], count)

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradserver.protocol.compiled import loops, sparse
+from gradserver.protocol.compiled import loops, means, sparse
 from gradserver.protocol.compiled.loops import BF16, BFLOAT16, FLOAT16, FP16, FP32, INT8
-from gradserver.protocol.kernels import Bytes, Floats, Given, Kernels
+from gradserver.protocol.kernels import Bytes, Floats, Given, Kernels, Words
 
 _CODECS: Final = (BF16, FP16, INT8)
 _ELEMENTS: Final = {"float32": FP32, "complex64": FP32, "bfloat16": BFLOAT16, "float16": FLOAT16, "complex32": FLOAT16}
@@ -30,10 +30,19 @@ def _add(kind: int, data: Bytes, total: Floats, weight: np.float32 | None) -> No
 def _combine(
     kind: int, given: Given, offset: int, size: int, before: Floats, after: Floats, out: Bytes, arrived: Floats
 ) -> float:
-    multiplies = math.frexp(given.divisor)[0] == 0.5
-    divisor = 1 / given.divisor if multiplies else given.divisor
-    rows = given.addresses, offset, given.weights, divisor, multiplies
-    return float(loops.combine(kind, size, *rows, before, after, out, arrived))
+    rows = given.addresses, offset, given.weights, *_divide(given.divisor)
+    return float(means.combine(kind, size, *rows, before, after, out, arrived))
+
+
+def _hand_out(kind: int, given: Given, targets: Words, offset: int, size: int) -> int:
+    more = offset, given.weights, *_divide(given.divisor)
+    return int(means.hand_out(kind, size, given.addresses, targets, *more))
+
+
+def _divide(divisor: float) -> tuple[float, bool]:
+    """Return what to divide by, or what to multiply by, and whether it is that."""
+    multiplies = math.frexp(divisor)[0] == 0.5
+    return 1 / divisor if multiplies else divisor, multiplies
 
 
 def _products(kind: int, blocks: Sequence[npt.NDArray[Any] | None], seen: int, step: int, offset: int) -> list[float]:
@@ -51,6 +60,7 @@ TABLE: Final = Kernels(
     compensate={kind: partial(loops.compensate, kind) for kind in _CODECS},
     combine={kind: partial(_combine, kind) for kind in _CODECS},
     average={name: partial(_combine, kind) for name, kind in _ELEMENTS.items()},
+    hand_out={name: partial(_hand_out, kind) for name, kind in _ELEMENTS.items()},
     digest=loops.digest,
     largest=sparse.largest,
     keep_largest=sparse.keep_largest,
