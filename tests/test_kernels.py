@@ -252,7 +252,7 @@ def test_results_that_are_written_to_all_members_have_the_same_bits(
 
 
 def test_a_mean_that_is_kept_or_checked_is_not_handed_out(table: Kernels) -> None:
-    """What is not finite must be found before anything is written over what members gave."""
+    """A value that is not finite is found before anything is written over what members gave."""
     numel = 4096
     rows = [numbers("one NaN", numel, 1), numbers("usual", numel, 2)]
     for policy, changes in (
