@@ -255,16 +255,22 @@ def test_a_mean_that_is_kept_or_checked_is_not_handed_out(table: Kernels) -> Non
     """A value that is not finite is found before anything is written over what members gave."""
     numel = 4096
     rows = [numbers("one NaN", numel, 1), numbers("usual", numel, 2)]
-    for policy, changes in (
+
+    def forbidden(*_: Any) -> int:
+        pytest.fail("it was handed out")
+
+    cases: list[tuple[OnNonFinite, dict[str, Any]]] = [
         (OnNonFinite.HALT, {}),
         (OnNonFinite.LEAVE_OUT, {}),
         (OnNonFinite.PROPAGATE, {"squares": []}),
         (OnNonFinite.PROPAGATE, {"keep": True}),
-    ):
+    ]
+    for policy, changes in cases:
         memory = [bytearray(row.tobytes()) for row in rows]
         made = command(memory, [1.0, 1.0], None, "float32", numel, None, policy, 0)
-        made = made._replace(**{"keep": False, "squares": None, "targets": memory, **changes})
-        with using(table._replace(hand_out={"float32": pytest.fail})), np.errstate(all="ignore"):
+        told: dict[str, Any] = {"keep": False, "squares": None, "targets": memory, **changes}
+        made = made._replace(**told)
+        with using(table._replace(hand_out={"float32": forbidden})), np.errstate(all="ignore"):
             outcome = reduce(made)
         assert isinstance(outcome, NonFinite) == (policy is OnNonFinite.HALT)
         if policy is OnNonFinite.HALT:
