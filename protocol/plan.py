@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -208,6 +208,15 @@ class Plan:
         """Return the buckets of the section called ``number``; none if there is no such section."""
         section = self._numbers.get(number)
         return range(0) if section is None else section.parts
+
+    @cached_property
+    def section_bytes(self) -> Mapping[int, int]:
+        """Bytes of gradient that one worker contributes in a round of each section, by its number."""
+        buckets = self.buckets
+        return {
+            section.number: sum(buckets[part].numel * buckets[part].dtype.itemsize for part in section.parts)
+            for section in self.each
+        }
 
     def alone(self, section: Section) -> Plan:
         """Return the buckets of ``section``, as a plan of their own."""

@@ -3,6 +3,8 @@
 Each node computes some contributions, each at the version that it has come to, and then follows the others. Which
 contribution a node gives to a round is noted when it pushes. So the mean of each round is known from the ledger, and so
 is the staleness of everything in it.
+
+With several modules, each backward of a node reaches some of them, and leads to a contribution to each.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 from gradserver.engine.policy import Policy, in_mode, mode_of
 from gradserver.engine.records import Begun
 from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
 from gradserver.worker.turns import Turn
 from tests.session_group import Act, Doubles, Group, Node, Results
@@ -39,32 +42,50 @@ class ModeNode(Node):
     dropped = 0
 
     def _follow(self) -> None:
+        self.of: dict[int, int] = {}
+        """The section that each round was of."""
         while self.made < self.group.contributions:
             self.group.dawdle()
-            self._contribute()
+            version, reached = self.worker_.round, self.group.reached(self.uid, self.made)
+            for place in range(len(reached)):
+                self._contribute(reached[place:], version)
         self._ask(follows=True)
         while self._turn() is Turn.APPLY:
             self._take_part(None)
         self._take_part(None, counts=True)
         self.close()  # a learner may come in yet, and train alone
 
-    def _contribute(self) -> None:
+    @property
+    def worker_(self) -> Worker:
+        """The worker, which has joined."""
         assert self.worker is not None
-        index, version = self.made, self.worker.round
+        return self.worker
+
+    def _contribute(self, reached: Sequence[int], version: int) -> None:
+        """Contribute to the first of the modules that a backward has reached; the others come later."""
+        worker, (agreement, *later) = self.worker_, [self.agreements[one] for one in reached]
+        index = self.made
         self.made += 1
-        self._ask(follows=False)
+        if len(self.agreements) == 1:
+            self._ask(follows=False)
+        else:
+            worker.request_round(of=agreement, version=version, later=later)
+            self._pause()
         while (turn := self._turn()) is Turn.APPLY:
             self._take_part(None)
         if turn is Turn.DROP:
             self.dropped += 1
             return
-        assert self.worker.staleness == self.worker.round - version
-        self.group.gave[self.uid, self.worker.round] = index, version
+        assert worker.turn_of == agreement.number
+        assert worker.staleness == sum(self.of[one] == agreement.number for one in range(version, worker.round))
+        self.group.gave[self.uid, worker.round] = index, version
         self._take_part(index, counts=True)
 
     def _ask(self, follows: bool) -> None:
-        assert self.worker is not None
-        self.worker.request_round(follows)
+        self.worker_.request_round(follows)
+        self._pause()
+
+    def _pause(self) -> None:
         if self.group.world.random.random() < 0.2:
             self.group.world.scheduler.pause()
 
@@ -76,7 +97,9 @@ class ModeNode(Node):
         """Push contribution ``index``, or nothing, to the present round, and apply the result."""
         group, worker = self.group, self.worker
         assert worker is not None
-        number, agreement, session = worker.round, self.agreements[0], worker._session
+        number, session = worker.round, worker._session
+        (agreement,) = (one for one in self.agreements if one.number == worker.turn_of)
+        self.of[number] = agreement.number
         parts, chance = list(agreement.parts), group.world.random
         chance.shuffle(parts)
         data, handles = dict[int, Doubles](), {}
@@ -105,7 +128,7 @@ class ModeGroup(Group):
 
     Args:
         size: how many found the group.
-        buckets: elements of each bucket.
+        buckets: elements of each bucket; of each module, if there are several.
         contributions: how many each node computes.
         mode: name, staleness and quorum.
         seed: decides on the order of everything.
@@ -119,7 +142,7 @@ class ModeGroup(Group):
     def __init__(
         self,
         size: int,
-        buckets: Sequence[int],
+        buckets: Sequence[int] | Sequence[Sequence[int]],
         contributions: int,
         mode: ModeOf,
         seed: int,
@@ -133,7 +156,10 @@ class ModeGroup(Group):
         self.gave: dict[tuple[int, int], tuple[int, int]] = {}
         """Contribution that a process pushed to a round, and its version; by process and round."""
         policy = Policy(1, 8, lateness=lateness, mode=chosen)
-        super().__init__(size, [buckets], [Act()], seed, rates, fuses, policy, preemption)
+        modules = [[one] if isinstance(one, int) else list(one) for one in buckets]
+        if isinstance(buckets[0], int):
+            modules = [[one for module in modules for one in module]]
+        super().__init__(size, modules, [Act()], seed, rates, fuses, policy, preemption)
 
     @property
     def rounds(self) -> int:
@@ -150,6 +176,21 @@ class ModeGroup(Group):
     @property
     def most(self) -> int:
         return 8
+
+    def reached(self, uid: int, index: int) -> list[int]:
+        """Return the modules that a backward of a process reaches, which has made so many contributions before."""
+        count = len(self.plans)
+        return sorted(Random(f"{uid} {index} modules").sample(range(count), Random(f"{uid} {index}").randint(1, count)))
+
+    def sections_of(self, act: Act) -> set[int]:
+        """Return the sections in which any round may have been exchanged."""
+        del act
+        return {one.number for one in self.nodes[0].agreements}
+
+    def staleness(self, number: int, version: int) -> int:
+        """Return how many updates of the module of round ``number`` there were from ``version`` on."""
+        records = self._records()
+        return sum(records[one].section == records[number].section for one in range(version, number))
 
     def weight(self, uid: int, number: int) -> float:
         if (uid, number) not in self.gave:
@@ -203,19 +244,23 @@ class ModeGroup(Group):
                 continue
             counted = [self.gave[node.uid, number][0] for number, one in node.rounds.items() if one.counts]
             assert len(counted) == len(set(counted)), f"a contribution of {node.name} counts twice"
-            assert len(counted) + node.dropped == self.contributions, f"a contribution of {node.name} is lost"
+            assert len(counted) + node.dropped == node.made, f"a contribution of {node.name} is lost"
+            assert node.made >= self.contributions
+        done, bound = self._records().keys(), self.bound
         for (uid, number), (_, version) in self.gave.items():
-            assert self.bound is None or number - version <= self.bound, f"{uid} is too stale in round {number}"
+            late = self.staleness(number, version) if number in done else 0
+            assert bound is None or late <= bound, f"{uid} is too stale in round {number}"
 
     def _check_cohorts(self) -> None:
         """Check that the ledger says before each round which members contribute, and counts no other."""
         begun = {one.round: one for one in self.world.harness.records if isinstance(one, Begun)}
         for number, record in self._records().items():
-            cohort = dict(begun[number].cohort)
+            cohort, section = dict(begun[number].cohort), begun[number].section
+            assert section in (record.section, -1), f"round {number} is not of the section that has begun"
             counted = {member_id for member_id, weight in enumerate(record.weights) if weight}
             assert counted <= cohort.keys(), f"round {number} counts {counted}, and was granted to {cohort.keys()}"
             assert not cohort.keys() & set(begun[number].others)
-            assert self.bound is None or all(number - version <= self.bound for version in cohort.values())
+            assert self.bound is None or all(self.staleness(number, one) <= self.bound for one in cohort.values())
             made = Counter(version for (_, to), (_, version) in self.gave.items() if to == number)
             assert made <= Counter(cohort.values()), f"round {number} has contributions of {made}, and says {cohort}"
 

@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``modes``, ``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
+``modes``, ``modules``, ``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -140,6 +140,22 @@ def script_of_modes(seed: int) -> ModeGroup:
     return group
 
 
+def script_of_modules(seed: int) -> ModeGroup:
+    """Make such a group with several modules. If ``seed`` is even, members die and join, too."""
+    chance = random.Random(seed)
+    mode = chance.choice(MODES)
+    modules = [[chance.randint(1, 24) for _ in range(chance.randint(1, 2))] for _ in range(chance.randint(2, 3))]
+    rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
+    crashes, preemption = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))], chance.choice((0.0, 0.0, 0.05))
+    group = ModeGroup(chance.randint(1, 4), modules, chance.randint(1, 5), mode, seed, rates, crashes, preemption)
+    for _ in range(chance.randint(0, 3)):
+        group.world.at[chance.randint(0, 800)].append(partial(group.break_line, chance.randint(0, 3)))
+    for _ in range(chance.randint(0, 2)):
+        what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
+        group.world.at[chance.randint(0, 600)].append(partial(what, chance.randint(0, 3)))
+    return group
+
+
 def script_of_full_disks(seed: int) -> ModeGroup:
     """Make a group with such rounds that loses its coordinator soon after its disk is full."""
     chance = random.Random(seed)
@@ -188,6 +204,7 @@ KINDS = {
     "all": script,
     "direct": script_of_direct_rounds,
     "modes": script_of_modes,
+    "modules": script_of_modules,
     "parts": script_of_parts,
     "promotions": script_of_promotions,
     "splits": script_of_splits,

@@ -297,7 +297,7 @@ def test_what_was_granted_of_a_void_round_waits_again() -> None:
     requests = Requests()
     for member_id in (0, 2):
         requests.ask(member_id, RequestRound(3, 3))
-    requests.begin(4, (0, 2))
+    requests.begin(4, (0, 2), 0)
     requests.recall(4)
     assert (requests.begun, requests.cohort, requests.waiting) == (4, {0: 3, 2: 3}, {})
     requests.ask(2, RequestRound(3, 4, pushes=True))

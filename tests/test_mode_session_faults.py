@@ -15,7 +15,7 @@ from gradserver.protocol.errors import GradServerError
 from gradserver.worker.member import requests as member
 from gradserver.worker.member.requests import Event, Requests, State, Turn
 from tests.session_scripts import check, script_of_full_disks
-from tests.test_mode_session_laws import holds_in_run
+from tests.test_mode_session_laws import holds_in_run, several_modules_hold_in_run
 
 RUNS = 60
 """Runs in which a fault must show."""
@@ -37,9 +37,9 @@ def _takes_anything(patch: pytest.MonkeyPatch) -> None:
 def _grants_twice(patch: pytest.MonkeyPatch) -> None:
     right = Asked.begin
 
-    def wrong(self: Asked, number: int, cohort: Any) -> None:
+    def wrong(self: Asked, number: int, cohort: Any, section: int) -> None:
         before = dict(self.waiting)
-        right(self, number, cohort)
+        right(self, number, cohort, section)
         self.waiting.update(before)
 
     patch.setattr(Asked, "begin", wrong)
@@ -92,12 +92,26 @@ FAULTS: dict[str, Plant] = {
     "a member takes results for there that are not": _instead(Requests, "_has_results", lambda _: True),
     "a request is not said again on a new connection": _forgets_on_a_new_connection,
     "a member says a request again when it is over": _contributes_again,
+    "rounds of another section count for staleness": _instead(
+        Asked, "staleness_in", lambda _, number, section, version: number - version - 0 * section
+    ),
+    "a member takes the first section for that of a round": _instead(
+        Requests, "_section_here", lambda self: self._rounds.plan.each[0]
+    ),
+    "a round takes members of all lines": _instead(Asked, "ready_in", lambda self, number, _: self.ready(number)),
+    "a member in another line is waited for": _instead(
+        control, "_could_come", lambda group, _: control._with_data(group)
+    ),
 }
 SHOWN_BY = {"a contribution of any age counts": 1, "a later round begins while one is open": 30}
 """Runs to begin with, for faults that few runs show."""
 
 
 RUNS_OF: dict[str, Callable[[int], None]] = {
+    "rounds of another section count for staleness": several_modules_hold_in_run,
+    "a member takes the first section for that of a round": several_modules_hold_in_run,
+    "a round takes members of all lines": several_modules_hold_in_run,
+    "a member in another line is waited for": several_modules_hold_in_run,
     "a round that members have results of begins again": lambda seed: check(script_of_full_disks(seed)),
 }
 """Runs of faults that show in others than those of `holds_in_run`."""

@@ -14,6 +14,7 @@ from tests.session_scripts import (
     script_of_full_disks,
     script_of_meetings,
     script_of_modes,
+    script_of_modules,
 )
 from tests.test_session_laws import fuses, happenings, joins, many_rates, preemptions, seeds, sharded
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("session_code")
 modes = st.sampled_from(MODES)
 worlds = st.integers(1, 4)
 buckets = st.lists(st.integers(1, 40), min_size=1, max_size=2)
+modules = st.lists(st.lists(st.integers(1, 24), min_size=1, max_size=2), min_size=2, max_size=3)
 contributions = st.integers(1, 4)
 
 
@@ -75,6 +77,24 @@ def test_workers_die_and_join_and_all_apply_the_same_updates(
     hold(group, (comes, group.join), (deaths, group.kill))
 
 
+@given(worlds, modules, contributions, modes, fuses, happenings, joins, happenings, many_rates, seeds)
+@settings(max_examples=examples(30), deadline=None)
+def test_several_modules_are_one_log_whatever_is_lost(
+    world: int,
+    sizes: list[list[int]],
+    count: int,
+    mode: ModeOf,
+    crashes: list[int],
+    breaks: Happenings,
+    comes: Happenings,
+    deaths: Happenings,
+    rates: tuple[float, ...],
+    seed: int,
+) -> None:
+    group = ModeGroup(world, sizes, count, mode, seed, rates, crashes)
+    hold(group, (breaks, group.break_line), (comes, group.join), (deaths, group.kill))
+
+
 @pytest.mark.parametrize("seed", [21, 57, 80, 136, 224, 362])
 def test_a_round_keeps_its_contributions_though_its_beginning_was_not_written(seed: int) -> None:
     check(script_of_full_disks(seed))
@@ -96,6 +116,18 @@ def test_coordinators_with_full_disks_are_lost() -> None:
 def test_hundreds_of_runs_keep_all_laws(part: int) -> None:
     for seed in range(60 * part, 60 * (part + 1)):
         holds_in_run(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_hundreds_of_runs_with_several_modules_keep_all_laws(part: int) -> None:
+    for seed in range(60 * part, 60 * (part + 1)):
+        several_modules_hold_in_run(seed)
+
+
+def several_modules_hold_in_run(seed: int) -> None:
+    """Run with several modules, and with losses as ``seed`` decides."""
+    check(script_of_modules(seed))
 
 
 def holds_in_run(seed: int) -> None:

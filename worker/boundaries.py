@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -109,11 +109,13 @@ class Boundaries:
 
     # ── rounds that do not wait for all members ───────────────────────────────────────────────────────
 
-    def request_round(self, follows: bool) -> None:
-        """Request a round for what was computed at the present version, or follow the others without data."""
+    def request_round(
+        self, follows: bool, section: int | None = None, version: int | None = None, later: Sequence[int] = ()
+    ) -> None:
+        """Request a round for what was computed at a version, or follow the others without data."""
         traffic = self._traffic
         traffic.check_open()
-        traffic.hand(self._member.requests.ask, follows)
+        traffic.hand(self._member.requests.ask, follows, section, version, later)
         traffic.channel.watch(self._member.idle)  # results come while this thread is busy
 
     def next_turn(self, timeout: float | None) -> Turn:

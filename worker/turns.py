@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from gradserver.worker.agreement import Agreement
 from gradserver.worker.handle import Timeout, seconds
 from gradserver.worker.member.requests import Turn
 from gradserver.worker.splitting import SubgroupCalls
@@ -50,27 +53,44 @@ class TurnCalls(SubgroupCalls):
         """
         return self._session.member.requests.damping
 
-    def request_round(self, follows: bool = False) -> None:
-        """Request a round for a contribution that was computed with the present weights. It returns at once.
+    @property
+    def turn_of(self) -> int:
+        """Number of the agreement that the present round is of, from `next_turn` on (`Worker.agree_beside`)."""
+        return self._session.member.requests.section
+
+    def request_round(
+        self,
+        follows: bool = False,
+        *,
+        of: Agreement | None = None,
+        version: int | None = None,
+        later: Sequence[Agreement] = (),
+    ) -> None:
+        """Request a round for a contribution. It returns at once.
 
         Args:
             follows: true if this worker has no data any more. It takes part in the others' rounds without any, until no
                 member has any: then `next_turn` returns `Turn.PUSH`, and all contribute with weight 0.
+            of: the agreement that the contribution is to. It is needed if this worker has several.
+            version: value of ``worker.round`` when the contribution was computed; None for the present one.
+            later: agreements with further contributions of the same version, for which rounds are requested afterwards.
+                All workers have them in the order of their numbers.
 
         Raises:
-            UsageError: the mode is "sync", or this worker has several plans.
+            UsageError: the mode is "sync", or this worker has several agreements, and ``of`` names none.
             OutOfStepError: an earlier request is open.
         """
-        self._session.boundaries.request_round(follows)
+        numbers = tuple(one.number for one in later)
+        self._session.boundaries.request_round(follows, None if of is None else of.number, version, numbers)
 
     def next_turn(self, timeout: Timeout = None) -> Turn:
         """Wait for the answer to the request, or for the results of the present round.
 
         Returns:
-            `Turn.APPLY`: the present round has this worker's contribution not in it. Push all buckets with weight 0,
-            which sends nothing, finish the round, apply the results, and call this again. `Turn.PUSH`: push the
-            contribution, times `damping`, and finish the round; the request is over. `Turn.DROP`: the contribution is
-            too old, and the request is over.
+            `Turn.APPLY`: the present round has this worker's contribution not in it. Push all buckets of the agreement
+            `turn_of` with weight 0, which sends nothing, finish the round, apply the results, and call this again.
+            `Turn.PUSH`: push the contribution, times `damping`, and finish the round; the request is over.
+            `Turn.DROP`: the contribution is too old, and the request is over.
 
         Raises:
             DeadlineError: neither has come in time. A further call waits on.

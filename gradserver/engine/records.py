@@ -516,13 +516,17 @@ class Computed(NamedTuple):
 @kind(23)
 @dataclass(frozen=True, slots=True)
 class Begun(Kind):
-    """A round begins with contributions of the ``cohort``, and goes on without the ``others``."""
+    """A round of ``section`` begins with contributions of the ``cohort``, and goes on without the ``others``.
+
+    The section is -1 if it is not known: an earlier coordinator has begun the round, and could not write that.
+    """
 
     group: Name
     epoch: Count
     round: Count
     cohort: Annotated[tuple[Computed, ...], several(nested(Computed), MAX_WORLD_SIZE)]
     others: Ranks
+    section: Annotated[int, Field(integer(-1, MAX_COUNTER))] = 0
 
 
 @kind(25)

@@ -31,6 +31,7 @@ from gradserver.engine.records import (
     Start,
 )
 from gradserver.ledger.audits import audit_remark, audited
+from gradserver.ledger.staleness import Staleness
 from gradserver.protocol.digest import MODULUS
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.ranges import Ranges, count
@@ -101,10 +102,7 @@ class Story:
         self.staleness: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         self.stale: dict[int, dict[int, int]] = {}
         """Staleness of each contribution to the rounds that the user has asked for, by round and member id."""
-        self._latest: dict[int, int] = {}
-        """The same, of the last round."""
-        self._begun: dict[int, dict[int, int]] = {}
-        """Versions of contributions to rounds that have begun and are not complete."""
+        self._staleness = Staleness()
         self.bad: Counter[int] = Counter()
         """Number of rounds to which each member contributed NaN or Inf."""
 
@@ -142,8 +140,8 @@ class Story:
             case Moded(_, mode, bound, damping):
                 self.mode = f"{mode}, staleness {bound} at most" if bound >= 0 else mode
                 self.mode += f", damping {damping}" if damping != "none" else ""
-            case Begun(_, _, number, cohort):
-                self._begun[number] = dict(cohort)
+            case Begun():
+                self._staleness.begin(record)
             case Round(_, _, found):
                 self._count(found)
             case Data(_, name, order):
@@ -170,7 +168,9 @@ class Story:
         self.recent.append(record)
         self.took.append(record.completed - record.opened)
         self.came_last[record.last] += 1
-        self._count_staleness(record)
+        self._staleness.complete(record)
+        for member_id, staleness in self._staleness.latest.items():
+            self.staleness[member_id].append(staleness)
         self.bad.update({member_id for member_id, _, _, _ in record.nonfinite})
         for member_id, weight in enumerate(record.weights):
             self.given[member_id] += weight > 0
@@ -179,17 +179,10 @@ class Story:
                 self.behind[member_id].append(lag.ended)
                 self.late[member_id, lag.why(record)] += 1
 
-    def _count_staleness(self, record: RoundRecord) -> None:
-        number = record.round
-        versions = self._begun.pop(number, {}).items()
-        self._latest = {member_id: number - version for member_id, version in versions if record.weights[member_id]}
-        for member_id, staleness in self._latest.items():
-            self.staleness[member_id].append(staleness)
-
     def choose(self, record: Round) -> None:
         """Note that the user has asked for this round, the last one."""
         self.chosen.append(record)
-        self.stale[record.record.round] = self._latest
+        self.stale[record.record.round] = self._staleness.latest
 
     def call(self, member_id: int) -> str:
         """Return the name of a member, cut to the width of a column."""

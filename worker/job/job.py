@@ -16,13 +16,14 @@ from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
 from gradserver.worker.job.checkpoint import Directory
 from gradserver.worker.job.local_steps import LocalSteps
+from gradserver.worker.job.log_steps import LogSteps
 from gradserver.worker.job.position import check_data, position_of
 from gradserver.worker.job.saving import Saving, check_every
 from gradserver.worker.job.several_steps import SeveralSteps
 from gradserver.worker.job.state import JobState
 from gradserver.worker.job.steps import GradientSteps, Steps
 from gradserver.worker.job.stopping import stop_on_sigterm
-from gradserver.worker.job.trained import Scheduler, Stateful, Wrapped, trained
+from gradserver.worker.job.trained import Scheduler, Stateful, Trained, Wrapped, trained
 from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.norms import check_limit
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
@@ -117,8 +118,9 @@ class Job:
         directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._saving = Saving(self._worker, self._state, directory, every)
         limit = check_limit(clip_grad_norm, "clip_grad_norm")
-        kind = SeveralSteps if first.name else LocalSteps if isinstance(first.model, LocalSGD) else GradientSteps
-        self._steps: Steps = kind(self._worker, self._parts, self._state, self._saving, self._position, limit)
+        self._steps: Steps = self._kind(first)(
+            self._worker, self._parts, self._state, self._saving, self._position, limit
+        )
         self._plain_steps = False
         if self._worker.joins:
             self._steps.enter(self._take_over)
@@ -138,6 +140,14 @@ class Job:
     def entered(self) -> int:
         """Value of ``round`` at which this worker joined, or has come to so far. 0 for a founder."""
         return self._state.entered
+
+    def _kind(self, first: Trained) -> type[Steps]:
+        """Return the kind of steps that the models need, of which this is the first."""
+        if isinstance(first.model, LocalSGD):
+            return LocalSteps
+        if self._worker.mode != "sync":
+            return LogSteps
+        return SeveralSteps if first.name else GradientSteps
 
     def _load(self, find: Callable[[], Path | None]) -> bool:
         """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
@@ -165,7 +175,8 @@ class Job:
     ) -> None:
         """Update the weights by the averaged gradients, and save if that is due. Call it after each exchange.
 
-        In modes "bounded" and "async" it updates once for each of `DistributedDataParallel.updates`.
+        In modes "bounded" and "async" it updates once for each of `DistributedDataParallel.updates`. With several
+        models these may be updates of any of them.
 
         First the gradients are clipped, with ``clip_grad_norm``. Then ``before()`` is called. Then the optimizer and
         the scheduler step. Then ``after()`` is called, for example a moving average. Then the gradients are cleared.

@@ -75,7 +75,8 @@ class JobState:
         """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
         for part in self._parts:
             part.settle()
-        waits = any(part.waits for part in self._parts)
+        has_part = self._several and self._worker.mode != "sync"  # some models may have had gradients of a batch
+        waits = has_part or any(part.waits for part in self._parts)
         mine = {
             "weights": digest_of_all(self.replicated),
             "chance": chance(),

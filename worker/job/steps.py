@@ -99,29 +99,23 @@ class Steps(ABC):
 
 
 class GradientSteps(Steps):
-    """The steps of one model that exchanges gradients.
-
-    In modes "bounded" and "async" one of them makes an update for each round that the last backward leads to.
-    """
+    """The steps of one model that exchanges gradients, where each round waits for all workers."""
 
     def step(self, models: Sequence[Wrapped | str], before: Call, after: Call) -> None:
         """Update the model, if the last backward has exchanged gradients."""
         (part,) = chosen(self._parts, models)
         if not part.synchronous.exchanged:
             return  # its cadence, or `no_sync`, has accumulated the gradients
-        if self._worker.mode == "sync":
-            self._saving.ask()
-            if part.synchronous.has_update:
-                self._apply(before, after)
-            else:
-                part.clear()
-            self._catch_up(before, after)
-            self._end_step()
-            return
-        for _ in part.synchronous.updates():
-            self._saving.ask()
+        self._saving.ask()
+        if part.synchronous.has_update:
             self._apply(before, after)
-            self._end_step()
+        else:
+            part.clear()
+        self._catch_up(before, after)
+        if self._position is not None:
+            self._position.count()
+        self._pass_boundary()
+        self._saving.save_or_leave()
 
     def _catch_up(self, before: Call, after: Call) -> None:
         """Repeat what the others have done since this worker got its state."""
@@ -135,9 +129,3 @@ class GradientSteps(Steps):
         if not part.synchronous.skipped:
             self._update(self._parts, before, after)
         part.clear()
-
-    def _end_step(self) -> None:
-        if self._position is not None and not self._parts[0].waits:
-            self._position.count()
-        self._pass_boundary()
-        self._saving.save_or_leave()

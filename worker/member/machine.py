@@ -203,9 +203,9 @@ class Member:
         self.rounds.begin(index)
         plan = self.rounds.plan
         assert plan is not None
-        if plan.is_shared and self.identity.stage is not Stage.OBSERVING:
+        if plan.is_shared and self.identity.stage is not Stage.OBSERVING and not self.requests.applies:
             self.turns.begins(plan, index)
-        if not self.rounds.attempt and (not self.requests.applies or self.requests.enter(weight)):
+        if not self.rounds.attempt and (not self.requests.applies or self.requests.enter(index, weight)):
             self.leases.begin_round(len(self.exchanges.shards) > 1)
 
     def enter_round(self, index: int, weight: float = 1.0) -> ExchangeKey:
@@ -213,7 +213,7 @@ class Member:
         identity, rounds = self.identity, self.rounds
         if identity.stage is not Stage.MEMBER:
             self._enter_as_learner()
-        if self.requests.applies and not self.requests.enter(weight):
+        if self.requests.applies and not self.requests.enter(index, weight):
             self.stragglers.note_late(rounds.number)  # so nothing of it is sent
         rounds.check_push(index)
         return ExchangeKey(BUCKET, rounds.number, index)

@@ -3,16 +3,21 @@
 `ROWS` is the table of what becomes of a request, and it runs. A member has one request at a time: for the contribution
 that it has computed at a version, the number of updates that its weights had. It applies all rounds before the one that
 it is granted, and pushes then. So it is in that round as any member is.
+
+Of several modules a request names one, by its section of the plan. Rounds before it may be of any section. Which one a
+round is of is known from its first result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
 from gradserver.protocol.errors import GradServerError, OutOfStepError, UsageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.messages import Granted, RequestRound
+from gradserver.protocol.plan import Section
 from gradserver.worker.member.effects import Effects, Said, Tell
 from gradserver.worker.member.entering import Entering
 from gradserver.worker.member.exchanges import Exchanges
@@ -100,7 +105,9 @@ class Requests:
     """The requests of one member, one after the other. Not safe to share: the session's lock guards it.
 
     Attributes:
-        staleness: updates between the version of the last contribution that was granted a round, and that round.
+        staleness: updates of the module between the version of the last contribution that was granted a round, and
+            that round.
+        section: number of the section that the present round is of, as the last turn says.
     """
 
     def __init__(
@@ -113,12 +120,16 @@ class Requests:
         leases: Leases,
         entering: Entering,
     ) -> None:
-        self.staleness = 0
+        self.staleness = self.section = 0
         self._effects, self._identity, self._rounds = effects, identity, rounds
         self._stragglers, self._exchanges, self._leases = stragglers, exchanges, leases
         self._entering = entering
         self._state = NONE
-        self._version = self._answered = 0
+        self._version = self._since = self._answered = 0
+        """The version, the round in which the request was made, and the round that answers it."""
+        self._asked = self._granted = self._late = 0
+        """The section that the request names, the one of the round that is granted, and the staleness there."""
+        self._later: tuple[int, ...] = ()
         self._follows = False
         self._is_said = True
         """False for the request of a learner that does not contribute yet."""
@@ -142,24 +153,38 @@ class Requests:
 
     # ── what the member does ──────────────────────────────────────────────────────────────────────────
 
-    def ask(self, follows: bool) -> None:
-        """Request a round for what was computed at the present version, or follow the others without data."""
-        mode, plan = self._identity.membership.mode, self._rounds.plan
+    def ask(
+        self, follows: bool, section: int | None = None, version: int | None = None, later: Sequence[int] = ()
+    ) -> None:
+        """Request a round for what was computed at a version, or follow the others without data.
+
+        Args:
+            follows: true without data.
+            section: number of the section; None if the plan has one.
+            version: the version; None for the present one.
+            later: sections of further contributions, for which rounds are requested afterwards.
+        """
+        plan = self._rounds.plan
         if not self.applies:
             raise UsageError("no round is requested in mode 'sync': push the buckets, and finish the round")
         if self._identity.stage is Stage.JOINING:
             raise self._identity.not_yet("request a round")
         if plan is None:
             raise UsageError("no plan was agreed on: call agree(plan) first, on every worker")
-        if plan.is_shared:
+        if plan.is_shared and section is None and not follows:
             raise UsageError(
-                f"this worker exchanges {len(plan.each)} modules, and rounds of mode {mode!r} exchange one: use mode "
-                f"'sync', or a worker for each module"
+                f"this worker exchanges {len(plan.each)} modules, and a round is of one: name the agreement of the "
+                f"module, request_round(of=agreement)"
             )
+        if section is not None and plan.section(section) is None:
+            raise UsageError(f"there is no section {section} in the plan of group {self._identity.membership.group!r}")
         is_free = self._state is NONE or (self._state is ASKED and self._follows)
         if not is_free or self._rounds.pushed:
             raise OutOfStepError(f"this worker cannot request a round: {self._state.value}. Call next_turn first")
-        self._version, self._follows, self._failure = self._rounds.number, follows, None
+        self._version = self._rounds.number if version is None else min(version, self._rounds.number)
+        self._since = self._rounds.number
+        self._asked, self._later = plan.each[0].number if section is None else section, tuple(later)
+        self._follows, self._failure = follows, None
         self._happens(Event.ASK)
 
     def turn(self) -> Turn | None:
@@ -174,25 +199,36 @@ class Requests:
         if not self._is_said:
             self._say()
         if self._state is GRANTED and self._answered == number:
-            self.staleness = number - self._version
+            self.staleness, self.section = self._late, self._granted
             return Turn.PUSH
         if self._state is REFUSED and self._answered <= number:
             self._leases.drop()
             self._happens(Event.DROP)
             return Turn.DROP
-        if self._state is not ASKED or number in self._stragglers.failures or self._has_results():
+        section = self._section_here()
+        if number in self._stragglers.failures:
+            self.section = self._asked if section is None else section.number
             return Turn.APPLY
-        return None
+        if section is None or (self._state is ASKED and not self._has_results()):
+            return None
+        self.section = section.number
+        return Turn.APPLY
 
     def wait(self, waiter: Waiter) -> None:
         """Have ``waiter`` done when there may be a turn."""
         self._waiting = waiter
 
-    def enter(self, weight: float) -> bool:
+    def enter(self, index: int, weight: float) -> bool:
         """Return true if the member contributes to the present round, false if it only takes the results.
 
-        UsageError if it contributes, and has no round for that.
+        UsageError if it contributes, and has no round for that. OutOfStepError if bucket ``index`` is not of the round.
         """
+        plan = self._rounds.plan
+        if plan is not None and plan.is_shared and plan.section_of(index).number != self.section:
+            raise OutOfStepError(
+                f"bucket {plan.buckets[index].key!r} is another module's: round {self._rounds.number} is of section "
+                f"{self.section} of the plan (Worker.turn_of)"
+            )
         if self._state is GRANTED and self._answered == self._rounds.number:
             self._happens(Event.PUSH)
         if self._state is PUSHING:
@@ -221,10 +257,11 @@ class Requests:
         """
         if (inventory := self._exchanges.inventory) is not None:
             inventory.retained.forget_older(message.applied)
-        if message.round < (self._version + 1 if message.refused else self._rounds.number):
+        earliest = max(self._version + 1, self._since) if message.refused else self._rounds.number
+        if message.round < earliest or (message.refused and message.section != self._asked):
             return
         if self._state in (ASKED, GRANTED, REFUSED):
-            self._answered = message.round
+            self._answered, self._granted, self._late = message.round, message.section, message.staleness
         self._happens(Event.REFUSE if message.refused else Event.GRANT)
         self.wake()
 
@@ -236,7 +273,9 @@ class Requests:
 
     def came(self, number: int) -> None:
         """Note that a result of round ``number`` has come before it was asked for."""
-        if self._waiting is not None and number == self._rounds.number and self._has_results():
+        if self._waiting is None or number != self._rounds.number:
+            return
+        if self._state is not ASKED or self._has_results():
             self.wake()
 
     def wake(self) -> None:
@@ -272,16 +311,29 @@ class Requests:
         pushes, here = self._state is PUSHING, self._rounds.number if number is None else number
         takes_results = bool(self._rounds.pushed) and not pushes and number is None
         version = here if self._follows and not pushes else self._version
-        return RequestRound(version, here + takes_results, self._follows, pushes)
+        section = self._granted if pushes else self._asked
+        return RequestRound(version, here + takes_results, self._follows, pushes, section, self._later)
+
+    def _section_here(self) -> Section | None:
+        """Return the section that the present round is of; None if it is not known yet."""
+        plan, inventory, number = self._rounds.plan, self._exchanges.inventory, self._rounds.number
+        assert plan is not None
+        if not plan.is_shared:
+            return plan.each[0]
+        parts = self._stragglers.backlog.section_of(number)
+        if parts is not None:
+            return plan.section_of(parts.start)
+        found = None if inventory is None else inventory.retained.part_of(number)
+        return None if found is None else plan.section_of(found)
 
     def _has_results(self) -> bool:
         """Tell whether all results of the present round are here, perhaps from before a recovery."""
         backlog, inventory, number = self._stragglers.backlog, self._exchanges.inventory, self._rounds.number
         if backlog.has(number):
             return True
-        if inventory is None or self._rounds.plan is None:
+        if inventory is None or self._rounds.plan is None or (section := self._section_here()) is None:
             return False
-        for part in self._rounds.plan.each[0].parts:
+        for part in section.parts:
             key, bucket = ExchangeKey(Stream.BUCKET, number, part), self._rounds.plan.buckets[part]
             slices = self._exchanges.table.share(key, bucket.operation).layout.count
             kept = inventory.retained.of_bucket(key)

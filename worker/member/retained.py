@@ -185,6 +185,15 @@ class Retained:
             found.update((index, kept) for (part, index), kept in older.items() if part == key.part)
         return dict(sorted(found.items())) if older is not None else found
 
+    def part_of(self, number: int) -> int | None:
+        """Give a bucket of which a result of round ``number`` is kept; None if there is none."""
+        if (older := self._older.get(number)) is not None:
+            return next(iter(older))[0]
+        here = (
+            part for part, slices in self._buckets.items() for one in slices.values() if one.result.key.number == number
+        )
+        return next(here, None)
+
     def find(self, key: ExchangeKey, index: int) -> Kept | None:
         """The result of a slice, if it is kept."""
         if key.stream == BUCKET:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -33,15 +33,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.aside import Aside
 from gradserver.worker.torch_ddp.breakage import Breakage
 from gradserver.worker.torch_ddp.buckets import Slot
 from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
+from gradserver.worker.torch_ddp.hooks import Ending, hook_parameters
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
-from gradserver.worker.torch_ddp.sequence import Sequence
+from gradserver.worker.torch_ddp.sequence import Sequence as Modules
+from gradserver.worker.torch_ddp.stepping import Stepper, checked_steps
 from gradserver.worker.torch_ddp.untouched import Untouched
-from gradserver.worker.turns import Turn
 
 
 class State(Enum):
@@ -60,7 +62,14 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether any worker took part in the last exchange with a batch.
-        deferred: gradients that wait for their round, in a group where rounds do not wait for all.
+        deferred: contributions of the worker that wait for their round, where rounds do not wait for all.
+        aside: gradients of the module that wait, while updates are applied.
+        broken: the error that broke the exchange: its text is the BROKEN state.
+        pending: number of backwards that accumulated gradients since the last exchange.
+        version: value of ``worker.round`` at the first backward behind the gradients.
+        has_result: whether the parameters' gradients are the result of an exchange.
+        owner: the wrapper, from its construction on.
+        block: what steps the module's updates at the end of a block of `join`; None outside of one.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
@@ -79,28 +88,31 @@ class Backward:
         self._worker = worker
         self._options = options
         self._state = State.IDLE
-        self._broken = Breakage()
-        """The error that broke the exchange: its text is the BROKEN state."""
+        self.broken = Breakage()
         self._number = 0
         """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
         self._waiting: list[int] = []
         """Number of parameters that are still to come, for each bucket."""
-        self._pending = 0
-        """Number of backwards that accumulated gradients since the last exchange."""
+        self.pending = 0
         self._due = False
-        """True if there are gradients of a round, and `has_next_update` has yet to say so."""
+        """True if there are gradients of a round, and `next_update` has yet to say so."""
+        self.has_result = False
+        self.version = 0
+        self.block: Sequence[Stepper] | None = None
+        self.owner: weakref.ref[nn.Module] | None = None
         self._graph = Graph(options, rounds.slots)
-        self.deferred = Deferred(worker, rounds, options.gradient_as_bucket_view, options.timeout)
+        self.aside = Aside(rounds, options.gradient_as_bucket_view)
         self._untouched = Untouched(module, rounds.slots)
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
         self.leads = True
         self.fresh = False
         self.latest: object = None
-        self._sequence = Sequence.of(worker)
+        self._sequence = Modules.of(worker)
         self._sequence.add(self)
-        self._hook_parameters()
+        self.deferred = Deferred.of(worker, self)
+        hook_parameters(self, rounds.gradients)
 
     @property
     def begun(self) -> bool:
@@ -114,32 +126,18 @@ class Backward:
 
     # ── hooks ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hook_parameters(self) -> None:
-        me = weakref.ref(self)  # parameters outlive their wrapper, and must not keep it alive
-
-        def hook(bucket: int, slot: Slot) -> Callable[[Tensor], None]:
-            def on_gradient(_: Tensor) -> None:
-                if (self := me()) is not None:
-                    self._on_gradient(bucket, slot)
-
-            return on_gradient
-
-        handles = []
-        for index, bucket in enumerate(self.rounds.gradients):
-            for slot in bucket.slots:
-                parameter: Any = slot.parameter  # torch has not typed the method
-                handles.append(parameter.register_post_accumulate_grad_hook(hook(index, slot)))
-        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
-
     def watch(self, outputs: Iterable[Any]) -> None:
         """Notice a backward when it reaches one of ``outputs``, tensors.
 
         That is before any parameter's hook. Unlike these, it is never inside the nested backward of a re-entrant
         checkpoint, which may end before the whole does.
         """
+        turns = self.deferred.turns
 
         def on_output(_: Tensor) -> None:
             with self._lock:
+                if self._defers:
+                    self.deferred.check_graph(turns)
                 self._begin()
 
         for output in outputs:
@@ -148,8 +146,8 @@ class Backward:
 
     def check(self) -> None:
         """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
-        self._broken.check()
-        self.deferred.check()
+        self.broken.check()
+        self.deferred.check(self)
         self._untouched.check_frozen()
 
     @property
@@ -161,30 +159,30 @@ class Backward:
 
     def _begin(self) -> None:
         """Begin a backward at its first hook, or return at a later one."""
-        self._broken.check()
+        self.broken.check()
         if self.begun:
             return
-        self.deferred.check()
+        self.deferred.check(self)
         if self.exchanges and not self.training:  # the forward has not checked it
             self._untouched.check_frozen()
         pacing = self.rounds.pacing
-        is_due = pacing is None or pacing.is_due(self._pending + 1, len(self._sequence.members))
+        is_due = pacing is None or pacing.is_due(self.pending + 1, len(self._sequence.members))
         self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
         self.leads = self._sequence.may_push(self)
-        self.rounds.begin(self._pending + 1, foreseen=self._graph.learned)
+        self.rounds.begin(self.pending + 1, foreseen=self._graph.learned)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(_Ending(self))
+        engine.queue_callback(Ending(self, self._number))
 
     def _start(self, state: State) -> None:
         self._state = state
         self.exchanged = state is State.EXCHANGE
-        self._due = False
+        self._due = self.has_result = False
         self._number += 1
         thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
         if (pacing := self.rounds.pacing) is not None:
             pacing.check_accumulated(self.rounds.slots, thrown_away)
         if thrown_away:
-            self._pending = 0
+            self.pending = 0
         for slot in self.rounds.slots:
             slot.fired = 0
             slot.touched = slot.touched and not thrown_away
@@ -192,7 +190,7 @@ class Backward:
             self._untouched.begin()
         self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
-    def _on_gradient(self, index: int, slot: Slot) -> None:
+    def on_gradient(self, index: int, slot: Slot) -> None:
         """Take the gradient of one parameter, which is ready."""
         has_graph = torch.is_grad_enabled()
         with self._lock, torch.no_grad():
@@ -206,7 +204,7 @@ class Backward:
                 if as_view:
                     slot.take(as_view)
                 return
-            with self._broken.by_errors(in_backward=True):
+            with self.broken.by_errors(in_backward=True):
                 self.rounds.take(index, slot)
                 if not self._all_at_end:
                     self._count(index, slot)
@@ -238,21 +236,22 @@ class Backward:
         if self._state is State.LOCAL:
             self._state = State.IDLE
             if self.exchanges:
-                self._pending += fired
+                if not self.pending:
+                    self.version = self._worker.round
+                self.pending += fired
                 if fired and (pacing := self.rounds.pacing) is not None:
                     pacing.accumulated(self.rounds.weight, self.rounds.slots)
             elif fired and self.syncs:
-                with self._broken.by_errors():
+                with self.broken.by_errors():
                     self.rounds.modes.check(Mode.EVAL)
         elif not fired:  # for example, torch.autograd.grad
             self._state = State.IDLE
         else:
-            with self._broken.by_errors():
+            with self.broken.by_errors():
                 self._untouched.end()
                 self._graph.check()
                 if self._defers:
-                    self.deferred.request(self._pending + 1)
-                    self._state = State.IDLE
+                    self._defer()
                 else:
                     self._finish()
 
@@ -264,11 +263,11 @@ class Backward:
 
     def _end_round(self) -> bool:
         took_part = self.anybody = self._due = self.rounds.finish()
-        self.fresh = True
+        self.fresh = self.has_result = True
         return took_part
 
     def _end_backwards(self) -> None:
-        self._pending = 0
+        self.pending = 0
         self.armed = False
         for slot in self.rounds.slots:
             slot.touched = False
@@ -276,25 +275,40 @@ class Backward:
 
     # ── rounds that do not wait for all ───────────────────────────────────────────────────────────────
 
-    def has_next_update(self) -> bool:
-        """Wait for the next update that the last backward leads to. Return false if there is none."""
-        while not self._due and self.deferred.has_gradients:
-            self._take_turn()
-        due, self._due = self._due, False
-        return due
+    def _defer(self) -> None:
+        """Let the gradients of this backward wait for their round."""
+        if not self.pending:
+            self.version = self._worker.round
+        self.deferred.add(self, self.pending + 1, self.version, self._sequence.backward)
+        self._state = State.IDLE
+        if not self._sequence.is_shared:
+            self.deferred.ask()
 
-    def _take_turn(self) -> None:
-        """Take part in the next round, with the gradients that wait if it is theirs."""
-        with torch.no_grad(), self._broken.by_errors():
-            gives = self.deferred.has_gradients
-            turn = self.deferred.take_turn()
-            if turn is not Turn.DROP:
-                took_part = self._end_round()
-                self.ended += turn is Turn.PUSH and not took_part and not gives
-            if turn is not Turn.APPLY:
-                self._end_backwards()
-            if turn is Turn.DROP:
-                self._clear()
+    def next_update(self) -> Backward | None:
+        """Wait for the next update that the last backward leads to, and return its module. None if there is none.
+
+        Where rounds do not wait for all members, that may be any module of the worker.
+        """
+        if not self._defers:
+            due, self._due = self._due, False
+            return self if due else None
+        with torch.no_grad():
+            found = self.deferred.next_update(self._options.timeout)
+        assert found is None or isinstance(found, Backward)
+        return found
+
+    def exchange(self, count: int) -> bool:
+        """Exchange the gradients of ``count`` backwards; with 0, take part without. Return if any worker had some."""
+        self.rounds.begin(count, leaves=not count)
+        took_part = self._end_round()
+        if count:
+            self._end_backwards()
+        return took_part
+
+    def give_up(self) -> None:
+        """Forget the gradients that were to be exchanged."""
+        self._end_backwards()
+        self.aside.drop()
 
     def _clear(self) -> None:
         for slot in self.rounds.slots:
@@ -302,25 +316,34 @@ class Backward:
 
     # ── rounds without a backward ─────────────────────────────────────────────────────────────────────
 
-    def begin_block(self) -> None:
+    def begin_block(self, block: Sequence[Stepper] = ()) -> None:
         """Begin a block of `DistributedDataParallel.join`: the end of the one before is over."""
-        self.ended = max(self.ended - 1, 0)
+        self.ended = 0 if self._defers else max(self.ended - 1, 0)
+        self.block = block
+
+    def steps(self) -> Sequence[Stepper]:
+        """Return what steps the update that `shadow` has led to."""
+        updated = self.deferred.due if self._defers else self
+        assert isinstance(updated, Backward)
+        if updated.block is None:
+            self.broken.text = updated.broken.text = "an update of another module was not applied"
+        return checked_steps(updated.block, self._worker.mode)
 
     def shadow(self) -> bool:
         """Take part in a round without a backward. Return whether any other worker had one.
 
         Gradients that were accumulated inside `no_sync` and not exchanged yet count in it.
         """
-        self._broken.check()
+        self.broken.check()
         if self._defers:
             return self._follow()
-        with torch.no_grad(), self._broken.by_errors():
+        with torch.no_grad(), self.broken.by_errors():
             self._start(State.EXCHANGE)
-            if self._pending:
+            if self.pending:
                 self._graph.check_all_touched()
             else:
                 self.rounds.modes.pass_eval()
-            self.rounds.begin(self._pending, leaves=not self._pending)
+            self.rounds.begin(self.pending, leaves=not self.pending)
             anybody = self._finish()
         if not anybody:
             self._clear()
@@ -328,34 +351,32 @@ class Backward:
 
     def _follow(self) -> bool:
         """Take part in the next round that has an update. Return false if no worker has data any more."""
-        before, deferred, self._due = self.ended, self.deferred, False
-        while not self._due and self.ended == before:
-            if not deferred.is_waiting:
-                self._start(State.EXCHANGE)
-                self._state = State.IDLE
-                if self._pending:
-                    self._graph.check_all_touched()
-                with self._broken.by_errors():
-                    deferred.request(self._pending)
-            self._take_turn()
-        if self.ended > before:
-            self._clear()
-        return self.ended == before
+        modules = [one for one in self._sequence.members if isinstance(one, Backward) and one.block is not None]
+        with torch.no_grad():
+            return self.deferred.follow(modules or [self], self._options.timeout) is not None
+
+    def follow(self) -> int:
+        """Prepare for rounds without a backward. Return the number of backwards that have accumulated gradients."""
+        self._start(State.EXCHANGE)
+        self._state = State.IDLE
+        if self.pending:
+            self._graph.check_all_touched()
+        return self.pending
 
     def abandon(self) -> None:
         """Complete the open round without a backward, or without the rest of one that failed."""
-        self._broken.check(abandons=True)
+        self.broken.check(abandons=True)
         if not self.exchanges or self._defers:  # there is no open round
-            self._broken.mend()
+            self.broken.mend()
             self._state = State.IDLE
             if self._defers:
                 self._clear()
             else:
                 self.rounds.modes.check(Mode.EVAL)
             return
-        with torch.no_grad(), self._broken.by_errors():
+        with torch.no_grad(), self.broken.by_errors():
             begun = self.rounds.begun
-            self._broken.mend()
+            self.broken.mend()
             self._start(State.EXCHANGE)
             if not begun:
                 self.rounds.begin(0)
@@ -366,29 +387,9 @@ class Backward:
         """Handle the error that ended a backward: the present one, or that of this ``number``."""
         if number is not None and number != self._number:
             return
-        if self._state is State.EXCHANGE and self.rounds.begun and not self._broken.text:
+        if self._state is State.EXCHANGE and self.rounds.begun and not self.broken.text:
             left = ", ".join(self.rounds.unpushed[:MAX_NAMED]) or "nothing"
-            self._broken.fail(
+            self.broken.fail(
                 f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
             )
         self._state = State.IDLE
-
-
-class _Ending:
-    """A callback at the end of a backward. The autograd engine drops it uncalled when backward fails.
-
-    The first one that is called serves all modules.
-    """
-
-    def __init__(self, backward: Backward) -> None:
-        self._backward: Backward | None = backward
-        self._number = backward._number
-
-    def __call__(self) -> None:
-        backward, self._backward = self._backward, None
-        if backward is not None:
-            backward.end_all()
-
-    def __del__(self) -> None:
-        if self._backward is not None:
-            self._backward.fail(self._number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradserver.protocol.cadence import CadenceOptions
-from gradserver.protocol.errors import InvalidArgumentError, UsageError
+from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
@@ -175,6 +176,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         self.worker = worker
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
+        self._backward.owner = weakref.ref(self)
         if not worker.joins:  # a learner gets them with all the other state
             named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
             tensors = {name: tensor for name, tensor in named if name not in options.ignored}
@@ -259,19 +261,16 @@ class DistributedDataParallel(WithNorms, WrappedModule):
             UsageError: there is no ``step``, and no optimizer has stepped in the loop.
             DivergedError: there is no ``step``, and the loop changes weights by more than its optimizers.
         """
-        learned = self._backward.optimizers
-        steps = learned if step is None else list(step) if isinstance(step, Sequence) else [step]
-        self._backward.begin_block()
-        with noting_steps(self.module, learned) if step is None else nullcontext():
-            yield
-        while not self._backward.ended and self._backward.shadow():
-            if not steps:
-                raise UsageError(
-                    "model.join() steps the optimizers that the loop has stepped, and this worker's loop has stepped "
-                    "none, while others still have batches: give it what to step, model.join(optimizer)"
-                )
-            for one in steps:
-                step_once(one)
+        backward, learned = self._backward, self._backward.optimizers
+        backward.begin_block(learned if step is None else list(step) if isinstance(step, Sequence) else [step])
+        try:
+            with noting_steps(self.module, learned) if step is None else nullcontext():
+                yield
+            while not backward.ended and backward.shadow():
+                for one in backward.steps():
+                    step_once(one)
+        finally:
+            backward.block = None
         if step is None:
             check_joined_weights(self.worker, self.module)
 
@@ -300,7 +299,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         """
         self._backward.abandon()
 
-    def updates(self) -> Iterator[None]:
+    def updates(self) -> Iterator[DistributedDataParallel]:
         """Yield for each update that the last backward leads to, with its averaged gradients in every ``.grad``.
 
         For example:
@@ -313,14 +312,19 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         "async" (``serve --mode``) rounds do not wait for all workers. Then come all updates up to the one in which
         this worker's gradients count, in the order that all workers have. There is none if the gradients are too old
         (``serve --staleness``). `Job.step` does all this.
+
+        It yields the model that is updated. In these modes that may be any model of the worker, and no other one has
+        gradients meanwhile: ``for one in generator.updates(): optimizers[one].step()``.
         """
-        while self._backward.has_next_update():
-            yield
+        while (updated := self._backward.next_update()) is not None:
+            owner = None if updated.owner is None else updated.owner()
+            assert isinstance(owner, DistributedDataParallel)
+            yield owner
 
     @property
     def waits(self) -> bool:
         """True if gradients of this worker wait for their round: `updates` has more to yield."""
-        return self._backward.deferred.has_gradients
+        return self._backward.deferred.has(self._backward)
 
     def replay(self) -> bool:
         """Take the gradients of a round in which this worker has no part, as it has just joined. False without one.

@@ -44,6 +44,8 @@ class Sequence:
         self._members: list[weakref.ref[Member]] = []
         self.is_shared = False
         """True if there were ever several at once."""
+        self.backward = 0
+        """Number of the latest backward through several modules."""
 
     @classmethod
     def of(cls, worker: Worker) -> Sequence:
@@ -69,6 +71,7 @@ class Sequence:
 
     def end(self) -> None:
         """End a backward at all modules that it has reached."""
+        self.backward += 1
         reached = sorted((member for member in self.members if member.begun), key=lambda member: not member.leads)
         try:
             for member in reached:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradserver.protocol.errors import UsageError
 
 Stepper: TypeAlias = Callable[[], object] | Optimizer
 """An optimizer, or a function that steps one."""
@@ -46,6 +48,22 @@ def step_once(stepper: Stepper) -> None:
         stepper.step()
     else:
         stepper()
+
+
+def checked_steps(block: Sequence[Stepper] | None, mode: str) -> Sequence[Stepper]:
+    """Return what steps an update at the end of a ``block`` of join; UsageError if nothing does."""
+    if block is None:
+        raise UsageError(
+            f"another module of this worker is updated at the end of a block of model.join(): in a group of mode "
+            f"{mode!r} any module can be, so open a block for each, as in "
+            f"`with generator.join(…), discriminator.join(…):`"
+        )
+    if not block:
+        raise UsageError(
+            "model.join() steps the optimizers that the loop has stepped, and this worker's loop has stepped none, "
+            "while others still have batches: give it what to step, model.join(optimizer)"
+        )
+    return block
 
 
 class Watcher(Protocol):

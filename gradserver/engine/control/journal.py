@@ -152,13 +152,15 @@ def cut(group: Group, number: int, member_ids: Sequence[int], reason: str, effec
     _first(group, Cut(group.name, group.members.epoch, number, tuple(member_ids), reason), effects)
 
 
-def begun(group: Group, number: int, cohort: Mapping[int, int], others: Sequence[int], effects: Effects) -> None:
-    """A round begins with contributions of some members, each computed at a version.
+def begun(
+    group: Group, number: int, cohort: Mapping[int, int], others: Sequence[int], section: int, effects: Effects
+) -> None:
+    """A round of ``section`` begins with contributions of some members, each computed at a version.
 
     The round before may be written down by the same event: this comes behind it, and members are told behind this.
     """
     versions = tuple(Computed(*one) for one in cohort.items())
-    _write(group, Begun(group.name, group.members.epoch, number, versions, tuple(others)), effects)
+    _write(group, Begun(group.name, group.members.epoch, number, versions, tuple(others), section), effects)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:

@@ -355,7 +355,7 @@ TIMERS: Final = (
     ),
     Timer(
         lambda group: group.requests.grace_ends,
-        lambda _registry, group, _effects: group.requests.end_grace(),
+        lambda registry, group, _effects: group.requests.end_graces(registry.now),
         "The grace of members that have requested no round is over.",
         "The rule for requests applies.",
     ),

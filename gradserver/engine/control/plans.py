@@ -18,6 +18,7 @@ from gradserver.protocol.errors import (
     InvalidArgumentError,
     LimitExceededError,
     MalformedMessageError,
+    OutOfStepError,
     PlanMismatchError,
     QuotaExceededError,
     UnexpectedMessageError,
@@ -78,6 +79,9 @@ def agree(group: Group, effects: Effects) -> None:
     if not all_alike:
         _reject_minority(group, reference, effects)
         return
+    if group.policy.mode.grants and (text := _in_other_rounds(group)):
+        fail_all(group, OutOfStepError(text), effects)
+        return
     if group.shards:  # a round may be over for its members, and its reports still be on their way
         group.rounds.skip_to(max(proposal.round for proposal in group.plans.proposals.values()))
     try:
@@ -96,6 +100,19 @@ def agree(group: Group, effects: Effects) -> None:
         return
     group.plans.await_shards(plan, group.shards.all)
     group.order(SetPlan(group.name, plan, group.rounds.number), effects)
+
+
+def _in_other_rounds(group: Group) -> str:
+    """Return why members that are in other rounds cannot agree on a plan; empty if all are in the same one."""
+    by_round = sorted((proposal.round, member_id) for member_id, proposal in group.plans.proposals.items())
+    (first, behind), (last, ahead) = by_round[0], by_round[-1]
+    if first == last:
+        return ""
+    return (
+        f"{group.call(behind)} wraps a module in round {first}, and {group.call(ahead)} in round {last}: in a group of "
+        f"mode {str(group.policy.mode.name)!r} workers agree on a plan in the same round. Wrap all modules before the "
+        f"first backward, or behind the end of a block of join"
+    )
 
 
 def _unsuited(group: Group, plan: Plan) -> str:

@@ -12,6 +12,23 @@ says when a round begins, and which contributions it takes:
     for a member that leaves too much unread               all: no member is left out because others are quicker
     for a learner that gets its state                      all, if the others wait for it anyway
 
+Several modules share the log. A request names a section of the plan, and a round is of one section. The members that
+wait for a round of one section stand in a *line*:
+
+    lines                                                  what happens
+    ─────────────────────────────────────────────────────  ──────────────────────────────────────────────────────────
+    one can begin                                          the next round is of its section
+    several can                                            it is that of the line in which a member waits for longest
+    a member stands in another line                        nothing waits for it: it has chosen another section
+    a member has requested a round since a line began      that line does not wait for it either, to have its quorum
+    … and holds a contribution that would be too old       bounded: the line waits until it has that one's turn
+    a member in another line leaves too much unread        a line waits for it, but not the one that waits for longest
+    no member has data                                     one more round, of the first section, ends all blocks
+
+So a line waits for at most one request of each other member. Staleness is counted in rounds of the same section, so
+members in one line do not age in another one. A backward through several modules leads to several requests of one
+version, in the order of sections. Since that is the same at all members, no two lines wait for each other.
+
 A round of which members hold results has begun before, perhaps without a record of that. It begins again at once, with
 the members that push to it.
 
@@ -39,13 +56,14 @@ def hear(group: Group, member_id: int, message: RequestRound, effects: Effects) 
     """Take a request. One that was answered before is answered again: the answer was lost."""
     if not group.policy.mode.grants:
         raise UnexpectedMessageError(f"{group.call(member_id)} requests a round, and rounds wait for all members")
-    if group.plans.plan is None or message.version > message.first:
+    plan = group.plans.plan
+    if plan is None or message.version > message.first or (not message.follows and not plan.section(message.section)):
         raise UnexpectedMessageError(f"{group.call(member_id)} requests a round that cannot be")
     group.check_round(max(message.first - 1, message.version - 1), "RequestRound")
     requests = group.requests
-    if message.version <= requests.begun and member_id in requests.cohort:
+    if message.first <= requests.begun and member_id in requests.cohort:
         if not message.pushes:
-            effects.send(group.connection_of(member_id), Granted(requests.begun, applied=_applied(group)))
+            effects.send(group.connection_of(member_id), _grant_of(group, requests.cohort[member_id]))
         return
     requests.ask(member_id, message)
 
@@ -55,10 +73,15 @@ def hear(group: Group, member_id: int, message: RequestRound, effects: Effects) 
 
 def is_due(group: Group) -> bool:
     """Tell whether the next round could begin, but for what it waits for."""
-    requests, open_round = group.requests, group.rounds
-    if not requests.waiting or requests.begun >= open_round.number or group.present_state() is not State.ACTIVE:
+    if not group.requests.waiting or _is_open(group) or group.present_state() is not State.ACTIVE:
         return False
-    return open_round.held is None and not open_round.unsettled and not group.sessions.away and not _gets_state(group)
+    return not group.sessions.away and not _gets_state(group)
+
+
+def _is_open(group: Group) -> bool:
+    """Tell whether a round has begun and is not over, so that the next one cannot begin."""
+    open_round = group.rounds
+    return group.requests.begun >= open_round.number or open_round.held is not None or bool(open_round.unsettled)
 
 
 def _gets_state(group: Group) -> bool:
@@ -73,32 +96,75 @@ def _with_data(group: Group) -> list[int]:
     return [member_id for member_id in group.contributors if member_id not in following]
 
 
-def blockers(group: Group) -> list[int]:
-    """Return members that the next round waits for, as it must not begin without them."""
-    ready = group.requests.ready(group.rounds.number)
-    others = [member_id for member_id in group.contributors if member_id not in ready]
-    return [one for one in others if _has_no_room(group, one) or _would_be_too_late(group, one)]
+def _could_come(group: Group, section: int) -> list[int]:
+    """Return members with data that may contribute to the next round, if it is of ``section``.
+
+    They are those in its line, and those that have requested nothing since that began.
+    """
+    requests, number = group.requests, group.rounds.number
+    ready, line = requests.ready(number), requests.ready_in(number, section)
+    began = min(requests.asked.get(member_id, 0) for member_id in line)
+    absent = (one for one in _with_data(group) if one not in ready)
+    waited_for = (one for one in absent if one in requests.waiting or requests.asked.get(one, -1) < began)
+    return [*line, *waited_for]
 
 
-def _would_be_too_late(group: Group, member_id: int) -> bool:
+def blockers(group: Group, section: int, has_room: bool = False) -> list[int]:
+    """Return members that a round of ``section`` waits for, as it must not begin without them.
+
+    With ``has_room`` it does not wait for members in another line that have room for little more.
+    """
+    ready, found = group.requests.ready(group.rounds.number), []
+    for member_id in group.contributors:
+        request = ready.get(member_id)
+        if request is None:
+            waits = _has_no_room(group, member_id) or _would_be_too_late(group, member_id, section)
+        else:
+            waits = request.section != section and (
+                (not has_room and _has_no_room(group, member_id)) or _holds_up(group, member_id, section)
+            )
+        if waits:
+            found.append(member_id)
+    return found
+
+
+def _holds_up(group: Group, member_id: int, section: int) -> bool:
+    """Tell whether a member in another line holds a contribution to ``section`` that would be too old."""
+    return section in group.requests.waiting[member_id].later and _would_be_too_late(group, member_id, section)
+
+
+def _would_be_too_late(group: Group, member_id: int, section: int) -> bool:
     """Tell whether a contribution that a member computes now could not be taken any more, after one more round."""
-    mode = group.policy.mode
-    if mode.name is not ModeName.BOUNDED or member_id in group.requests.following:
+    mode, requests = group.policy.mode, group.requests
+    if mode.name is not ModeName.BOUNDED or member_id in requests.following:
         return False
-    return not mode.takes(group.rounds.number + 1 - _version_of(group, member_id))
+    return not mode.takes(1 + requests.staleness_in(group.rounds.number, section, _version_of(group, member_id)))
 
 
 def _has_no_room(group: Group, member_id: int) -> bool:
-    """Tell whether a member might leave too much unread, if one more round were done without it."""
-    behind = group.rounds.number + 1 - _version_of(group, member_id)
-    return behind > MAX_CUTS or rounds.overruns(group, behind)
+    """Tell whether a member might leave too much unread, if one more round of each section were done without it."""
+    plan, requests = group.plans.plan, group.requests
+    assert plan is not None
+    reached = max(requests.reached.get(member_id, 0), _entered(group, member_id))
+    behind = group.rounds.number - reached
+    if behind >= MAX_CUTS or not plan.is_shared:
+        return behind >= MAX_CUTS or rounds.overruns(group, behind + 1)
+    size = plan.section_bytes
+    unread = (requests.sections.get(number, -1) for number in range(reached, group.rounds.number))
+    nbytes = sum(size.get(section, plan.nbytes) for section in unread)
+    return rounds.overruns(group, behind + len(plan.each), nbytes + plan.nbytes)
 
 
 def _version_of(group: Group, member_id: int) -> int:
     """Return the version at which a member computes, or a lower one."""
+    return max(group.requests.versions.get(member_id, 0), _entered(group, member_id))
+
+
+def _entered(group: Group, member_id: int) -> int:
+    """Return the first round that a member has come to."""
     learner = group.learners.by_id.get(member_id)
     entered = learner.round if learner is not None else group.members.first_rounds.get(member_id, 0)
-    return max(group.requests.versions.get(member_id, 0), group.plans.planned, entered)
+    return max(group.plans.planned, entered)
 
 
 def _applied(group: Group) -> int:
@@ -106,60 +172,111 @@ def _applied(group: Group) -> int:
     return min((group.requests.applied.get(member_id, 0) for member_id in group.contributors), default=0)
 
 
-def has_quorum(group: Group) -> bool:
-    """Tell whether as many members have made a request as a round needs."""
-    lateness, can = group.policy.lateness, _with_data(group)
+def has_quorum(group: Group, section: int) -> bool:
+    """Tell whether as many members have requested a round of ``section`` as it needs."""
+    lateness, line = group.policy.lateness, group.requests.ready_in(group.rounds.number, section)
     assert lateness is not None
-    if not can:
-        return True
-    ready = group.requests.ready(group.rounds.number)
-    return len(ready) >= min(lateness.needed(len(group.contributors)), len(can))
+    return len(line) >= min(lateness.needed(len(group.contributors)), len(_could_come(group, section)))
+
+
+def _with_quorum(group: Group) -> set[int]:
+    """Return the sections of which a round has as many requests as it needs."""
+    return {section for section in group.requests.lines(group.rounds.number) if has_quorum(group, section)}
+
+
+def _missing(group: Group) -> set[int]:
+    """Return members that a line waits for, and that have requested nothing."""
+    requests, number = group.requests, group.rounds.number
+    ready, lines, found = requests.ready(number), requests.lines(number), set[int]()
+    for section in lines:
+        if not has_quorum(group, section):
+            found.update(_could_come(group, section))
+        found.update(blockers(group, section))
+    if not lines:
+        found.update(_with_data(group) or blockers(group, _last_section(group)))
+    return found.difference(ready)
 
 
 def is_news(group: Group) -> bool:
-    """Tell whether the next round waits for requests, or has as many as it needs, and that is not noted, or no more."""
-    requests, due = group.requests, is_due(group)
-    return due != (requests.since is not None) or (due and has_quorum(group)) != requests.has_quorum
+    """Tell whether requests wait for other members than noted, or other sections have as many as they need.
+
+    While a round is open, nothing is news: what is noted holds for the next one.
+    """
+    requests = group.requests
+    if is_due(group):
+        return _missing(group) != requests.awaited.keys() or _with_quorum(group) != requests.graces.keys()
+    return not _is_open(group) and bool(requests.awaited or requests.graces)
 
 
 def note(registry: Registry, group: Group) -> None:
-    """Note since when the next round waits for requests. If it has as many as it needs, the others have their grace."""
-    requests, lateness, due = group.requests, group.policy.lateness, is_due(group)
+    """Note which members requests wait for. Where there are as many as a round needs, the others have their grace."""
+    lateness, due = group.policy.lateness, is_due(group)
     assert lateness is not None
-    if due != (requests.since is not None):
-        requests.wait(registry.now if due else None)
-    if not (due and has_quorum(group)):
-        requests.lose_quorum()
-    elif not requests.has_quorum:
-        requests.reach_quorum(registry.now + lateness.grace if lateness.grace else None)
+    ends = registry.now + lateness.grace if lateness.grace else None
+    group.requests.wait_for(_missing(group) if due else (), registry.now)
+    group.requests.grant_grace(_with_quorum(group) if due else (), ends)
+
+
+def _last_section(group: Group) -> int:
+    """Return the section of the round that ends all blocks: the first that exchanges anything."""
+    plan = group.plans.plan
+    assert plan is not None
+    return next((number for number, nbytes in plan.section_bytes.items() if nbytes), plan.each[0].number)
+
+
+def _next_section(group: Group) -> int | None:
+    """Return the section of the round that can begin now; None if none can."""
+    lines = list(group.requests.lines(group.rounds.number))
+    if not lines:
+        last = _last_section(group)
+        return None if _with_data(group) or blockers(group, last) else last
+    first = _with_those_before(group, lines[0])
+    return next((section for section in lines if _can_begin_in(group, section, section in first)), None)
+
+
+def _with_those_before(group: Group, section: int) -> set[int]:
+    """Return ``section``, and those of lines with members that hold its round up."""
+    ready, found, left = group.requests.ready(group.rounds.number), {section}, [section]
+    while left:
+        here = left.pop()
+        before = {one.section for member_id, one in ready.items() if _holds_up(group, member_id, here)} - found
+        found |= before
+        left += before
+    return found
+
+
+def _can_begin_in(group: Group, section: int, has_room: bool) -> bool:
+    if not has_quorum(group, section):
+        return False
+    line = group.requests.ready_in(group.rounds.number, section)
+    all_are_ready = len(line) >= len(_could_come(group, section))
+    grace_is_over = group.requests.graces.get(section, 0.0) is None
+    return (all_are_ready or grace_is_over) and not blockers(group, section, has_room)
 
 
 def can_begin(group: Group) -> bool:
     """Tell whether the next round can begin."""
-    if is_due(group) and _has_begun(group):
-        return True
-    if not is_due(group) or not has_quorum(group):
-        return False
-    all_are_ready = len(group.requests.ready(group.rounds.number)) >= len(_with_data(group))
-    return (all_are_ready or group.requests.grace_ends is None) and not blockers(group)
+    return is_due(group) and (_has_begun(group) or _next_section(group) is not None)
 
 
 def begin(group: Group, effects: Effects) -> None:
     """Refuse requests that are too old. Begin the next round with the others, or with all members if none has data."""
     requests, number, mode = group.requests, group.rounds.number, group.policy.mode
     if _has_begun(group):
-        _begin_with(group, sorted(requests.pushing(number)), effects)
+        pushing = sorted(requests.pushing(number))
+        _begin_with(group, pushing, requests.waiting[pushing[0]].section if pushing else -1, effects)
         return
-    ready = requests.ready(number)
-    for member_id in sorted(one for one, message in ready.items() if not mode.takes(number - message.version)):
-        _tell_of_refusal(
-            group, member_id, number - ready[member_id].version, requests.refuse(number, member_id), effects
-        )
-        effects.send(group.connection_of(member_id), Granted(number, True, _applied(group)))
+    section = _next_section(group)
+    assert section is not None
+    ready = requests.ready_in(number, section)
+    stale = {one: requests.staleness_in(number, section, message.version) for one, message in ready.items()}
+    for member_id in sorted(one for one, staleness in stale.items() if not mode.takes(staleness)):
+        _tell_of_refusal(group, member_id, stale[member_id], requests.refuse(number, member_id), effects)
+        effects.send(group.connection_of(member_id), Granted(number, True, _applied(group), section, stale[member_id]))
     cohort = sorted(ready.keys() & requests.waiting.keys())
     if not cohort and (ready or _with_data(group)):
         return
-    _begin_with(group, cohort or sorted(requests.waiting), effects)
+    _begin_with(group, cohort or sorted(requests.waiting), section, effects)
 
 
 def _has_begun(group: Group) -> bool:
@@ -171,18 +288,25 @@ def _has_begun(group: Group) -> bool:
     return group.requests.unrecorded == group.rounds.number
 
 
-def _begin_with(group: Group, cohort: Sequence[int], effects: Effects) -> None:
-    """Begin the next round with the contributions of ``cohort``, and cut off all others."""
+def _begin_with(group: Group, cohort: Sequence[int], section: int, effects: Effects) -> None:
+    """Begin the next round, of ``section``, with the contributions of ``cohort``, and cut off all others."""
     requests, number = group.requests, group.rounds.number
     others = sorted(set(group.contributors).difference(cohort))
-    requests.begin(number, cohort)
+    requests.begin(number, cohort, section)
     group.rounds.close_without(number, others)
-    journal.begun(group, number, requests.cohort, others, effects)
+    journal.begun(group, number, requests.cohort, others, section, effects)
     if others:
         rounds.cut(group, number, others, effects)
-    applied = _applied(group)
     for member_id in cohort:
-        effects.send(group.connection_of(member_id), Granted(number, applied=applied))
+        effects.send(group.connection_of(member_id), _grant_of(group, requests.cohort[member_id]))
+
+
+def _grant_of(group: Group, version: int) -> Granted:
+    """Return the answer that a contribution of ``version`` counts in the latest round."""
+    requests = group.requests
+    number, section = requests.begun, requests.sections[requests.begun]
+    staleness = requests.staleness_in(number, section, version)
+    return Granted(number, False, _applied(group), max(section, 0), staleness)
 
 
 def _tell_of_refusal(group: Group, member_id: int, staleness: int, times: int, effects: Effects) -> None:
@@ -200,17 +324,18 @@ def _tell_of_refusal(group: Group, member_id: int, staleness: int, times: int, e
 
 
 def deadline(group: Group) -> float | None:
-    """Return when requests have waited long enough for other members."""
-    since = group.requests.since
-    return since + group.round_timeout if since is not None and is_due(group) else None
+    """Return when requests have waited long enough for a member."""
+    awaited = group.requests.awaited
+    return min(awaited.values()) + group.round_timeout if awaited and is_due(group) else None
 
 
 def overdue(registry: Registry, group: Group, effects: Effects) -> None:
     """Go on without members that make no request; break a group that needs them."""
-    group.requests.wait(registry.now)
-    missing = _awaited(group)
+    since = registry.now - group.round_timeout
+    missing = [member_id for member_id, at in sorted(group.requests.awaited.items()) if at <= since]
     what = f"round {group.rounds.number} waited {group.round_timeout:g} s (--round-timeout) for its request"
-    if group.policy.needs_all or not missing:
+    group.requests.wait_again(missing, registry.now)
+    if group.policy.needs_all:
         members.conflict(group, _nothing_came(group, missing), effects)
         return
     for member_id in missing:
@@ -218,19 +343,14 @@ def overdue(registry: Registry, group: Group, effects: Effects) -> None:
         effects.evict(connection, group.left_out(member_id, what), why=what)
 
 
-def _awaited(group: Group) -> list[int]:
-    """Return the members that have to make a request, so that the next round begins."""
-    ready = group.requests.ready(group.rounds.number)
-    return blockers(group) or [member_id for member_id in _with_data(group) if member_id not in ready]
-
-
 def awaited(group: Group) -> set[int]:
     """Return connections of members that others wait for, to make a request or to push what they were granted."""
-    if not group.policy.mode.grants or not group.requests.waiting:
+    requests = group.requests
+    if not group.policy.mode.grants or not requests.waiting:
         return set()
-    if group.requests.begun == group.rounds.number:
-        return {group.connection_of(member_id) for member_id in group.requests.cohort}
-    return {group.connection_of(member_id) for member_id in _awaited(group)} if is_due(group) else set()
+    if requests.begun == group.rounds.number:
+        return {group.connection_of(member_id) for member_id in requests.cohort}
+    return {group.connection_of(member_id) for member_id in requests.awaited} if is_due(group) else set()
 
 
 def _nothing_came(group: Group, missing: Sequence[int]) -> DeadlineError:

@@ -272,15 +272,16 @@ def _choice(found: GroupState, epoch: int) -> Choice:
 def _close_again(group: Group, found: GroupState) -> None:
     """Note which rounds were closed for late members: that holds, and is told again when the group has recovered."""
     begun: dict[int, dict[int, int]] = {}
+    sections: dict[int, int] = {}
     for cut in (dated.record for dated in found.cuts):
         if isinstance(cut, Begun):
             group.rounds.close_without(cut.round, cut.others)
-            begun[cut.round] = dict(cut.cohort)
+            begun[cut.round], sections[cut.round] = dict(cut.cohort), cut.section
         elif isinstance(cut, Cut):
             group.rounds.close_without(cut.round, cut.member_ids)
             for member_id in cut.member_ids:
                 group.leases.positions.not_counted(member_id, cut.round, group.late_are == "keep")
-    group.requests.restore(begun)
+    group.requests.restore(begun, sections)
 
 
 def _entered(group: Group, found: GroupState) -> Entered | None:

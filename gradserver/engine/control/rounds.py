@@ -194,7 +194,8 @@ def end_round(group: Group, now: float, effects: Effects) -> None:
 def cut(group: Group, number: int, member_ids: Sequence[int], effects: Effects) -> None:
     """Tell all halves that a round is closed without these members."""
     turn = group.turns.rounds.get(number)
-    section = -1 if turn is None or turn.opens is None else turn.opens.section
+    known = -1 if turn is None or turn.opens is None else turn.opens.section
+    section = group.requests.sections.get(number, known)
     group.order(CutRound(group.name, number, tuple(member_ids), section), effects)
 
 
@@ -240,16 +241,20 @@ def _has_no_room(group: Group, member_id: int, number: int) -> bool:
     return rounds > MAX_CUTS or overruns(group, rounds)
 
 
-def overruns(group: Group, rounds: int) -> bool:
-    """Tell whether the results of so many rounds might be more than a member may leave unread, or has room for."""
+def overruns(group: Group, rounds: int, nbytes: int | None = None) -> bool:
+    """Tell whether the results of so many rounds might be more than a member may leave unread, or has room for.
+
+    They are of ``nbytes``, or None if each is of the whole plan.
+    """
     plan = group.plans.plan
     if plan is None:
         return False
-    slices = len(plan.buckets) * len(group.shards.all) + plan.nbytes // SLICE_BYTES
+    nbytes = rounds * plan.nbytes if nbytes is None else nbytes
+    slices = rounds * len(plan.buckets) * len(group.shards.all) + nbytes // SLICE_BYTES
     backlog, kept = group.policy.backlog, KEPT_BYTES
     if group.policy.mode.grants:
         backlog, kept = (max(one, KEPT_ROUNDS * plan.nbytes) for one in (backlog, kept))
-    return rounds * (plan.nbytes + slices * MIN_SLICE_COST) > min(backlog, kept) - TOLD_BYTES
+    return nbytes + slices * MIN_SLICE_COST > min(backlog, kept) - TOLD_BYTES
 
 
 def _why_it_waits(group: Group, member_ids: list[int], late: Late) -> str:

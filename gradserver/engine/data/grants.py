@@ -23,10 +23,20 @@ def silent_since(group: Group) -> float | None:
     if (awaited := group.stragglers.awaited) is None or group.plan is None:
         return None
     number, since = awaited
-    if not group.full_buckets.get(group.plan.each[0].number) or any(key.number == number for key in group.exchanges):
+    if not _full(group, number) or any(key.number == number for key in group.exchanges):
         return None
     current = group.rounds.get(number)
     return max([since, *(last for _, last in current.arrivals.values())]) if current is not None else since
+
+
+def _full(group: Group, number: int) -> int:
+    """Return the number of buckets that a member gives to a round here; 0 if its section is not known."""
+    assert group.plan is not None
+    current = group.rounds.get(number)
+    section = group.stragglers.section_of(number) if current is None else current.section
+    if section < 0 and not group.plan.is_shared:
+        section = group.plan.each[0].number
+    return group.full_buckets.get(section, 0)
 
 
 def leave_silent_out(group: Group, now: float, effects: Effects) -> None:
@@ -37,7 +47,7 @@ def leave_silent_out(group: Group, now: float, effects: Effects) -> None:
     number, _ = group.stragglers.begun
     group.stragglers.begin(number, now)
     any_bucket = ExchangeKey(BUCKET, number, 0)
-    current, full = group.rounds.get(number), group.full_buckets[group.plan.each[0].number]
+    current, full = group.rounds.get(number), _full(group, number)
     here = [one for one in group.participants(any_bucket) if not group.stragglers.is_closed(one, any_bucket)]
     silent = [one for one in here if current is None or current.given.get(one, 0) < full]
     if group.order.needs_all:
