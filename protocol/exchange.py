@@ -234,21 +234,14 @@ class Layout:
     replies: int
     codec: Codec = EXACT
     parts: int = 1
-    _alone: int = field(init=False, compare=False, repr=False)
-    """Bytes of the only slice, as of most tensors; -1 if there are others, or the codec says how many."""
-    _cost_alone: int = field(init=False, compare=False, repr=False)
-    """Credit of that slice; -1 likewise."""
-    _full: int = field(init=False, compare=False, repr=False)
-    """Bytes of a slice of as many elements as most have."""
+    _alone: int = field(init=False, compare=False, repr=False)  # bytes of the only slice; -1 if not alone, or lossy
+    _full: int = field(init=False, compare=False, repr=False)  # bytes of a slice of ``step`` elements
 
     def __post_init__(self) -> None:
-        alone = self.numel * self.itemsize if self.count == 1 and self.codec is EXACT else -1
+        is_exact = self.codec is EXACT
+        alone = self.numel * self.itemsize if self.count == 1 and is_exact else -1
         object.__setattr__(self, "_alone", alone)
-        object.__setattr__(self, "_cost_alone", max(alone * self.replies, MIN_SLICE_COST) if alone >= 0 else -1)
-        object.__setattr__(self, "_full", self._bytes_of(self.step))
-
-    def _bytes_of(self, numel: int) -> int:
-        return numel * self.itemsize if self.codec is EXACT else self.codec.nbytes(numel)
+        object.__setattr__(self, "_full", self.step * self.itemsize if is_exact else self.codec.nbytes(self.step))
 
     def span(self, index: int) -> tuple[int, int]:
         """Return the first element of slice ``index``, and the one behind its last."""
@@ -268,12 +261,14 @@ class Layout:
         if self._alone >= 0:
             return self._alone
         start, stop = self.span(index)
-        return self._full if stop - start == self.step else self._bytes_of(stop - start)
+        if (numel := stop - start) == self.step:
+            return self._full
+        return numel * self.itemsize if self.codec is EXACT else self.codec.nbytes(numel)
 
     def run_bytes(self, start: int, stop: int) -> int:
         """Return the bytes of one contribution to the slices from ``start`` up to ``stop``."""
         if stop - start == 1:
-            return self._alone if self._alone >= 0 else self.nbytes(start)
+            return self.nbytes(start)
         if self.codec is not EXACT or start == stop:
             return sum(self.nbytes(index) for index in range(start, stop))
         return (self.span(stop - 1)[1] - self.span(start)[0]) * self.itemsize
@@ -288,7 +283,7 @@ class Layout:
 
     def cost(self, index: int) -> int:
         """Return the credit, in bytes, of slice ``index`` from push to result: the larger of the two."""
-        return self._cost_alone if self._cost_alone >= 0 else max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
+        return max(self.nbytes(index) * self.replies, MIN_SLICE_COST)
 
     def run_cost(self, start: int, stop: int, shared: bool, first: int = 0) -> int:
         """Return the credit for the slices from ``start`` up to ``stop``; shared memory needs next to none.
@@ -298,7 +293,7 @@ class Layout:
         if shared:
             return SHARED_SLICE_COST * (stop - start) + (MIN_SLICE_COST if start == first else 0)
         if stop - start == 1:  # by far the most frequent
-            return self._cost_alone if self._cost_alone >= 0 else self.cost(start)
+            return self.cost(start)
         return sum(self.cost(index) for index in range(start, stop))
 
 

@@ -614,7 +614,7 @@ FIGURES: Final = {
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 61_000, 25_000, room=6000),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 62_300, 25_000, room=6000),
         Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
     ),
     "English": (
