@@ -164,6 +164,8 @@ class Comparison:
         self._spans = [(command.first + start // parts, command.first + stop // parts) for start, stop in spans]
         starts = [start for start, _ in self._spans]
         self.thresholds = list(map(_limits_of(measures).get, starts, repeat(_DUE)))
+        if not starts:
+            return
         stride, turn, unit, _, _ = measures
         first = starts[0] // unit
         for its_turn in range((first + -(first + turn) % stride) * unit, self._spans[-1][1], stride * unit):
