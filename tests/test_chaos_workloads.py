@@ -21,8 +21,9 @@ from gradserver.protocol.plan import Plan, Section
 from gradserver.protocol.plan_codecs import with_codec
 from gradserver.reducer import reduce
 from gradserver.tools.chaos import generator
-from gradserver.tools.chaos.contributions import NO_STEPS
+from gradserver.tools.chaos.contributions import NO_STEPS, Contributions
 from gradserver.tools.chaos.oracle import Oracle
+from gradserver.tools.chaos.replica import Replica
 from gradserver.tools.chaos.workload import Workload
 from gradserver.worker.local_sgd.fragments import make_fragments
 from gradserver.worker.local_sgd.outer import description, make_outer
@@ -256,3 +257,17 @@ def test_only_shards_that_were_lost_may_lose_what_they_owe(is_lost: bool) -> Non
 
     found = World(Workload(SEED, shards=2, wire="int8"), planted(4, lose)).judged().found
     assert found == ({} if is_lost else {"wrong": 1})
+
+
+def test_steps_of_a_worker_that_gave_and_did_not_count_are_in_its_next_weight() -> None:
+    """A worker enters, gives to round 7 without counting there, and sends the other fragment in round 8."""
+    workload = Workload(seed=3, outer="average", fragments=2)
+    contributions = Contributions(workload, Replica(workload))
+    contributions.join("w0", 7)
+    each = [generator.weight(workload.seed, "w0", number) for number in (7, 8)]
+    assert contributions.weight("w0", 8) == each[1]
+    contributions.give("w0", 7)
+    assert contributions.weight("w0", 8) == sum(each)
+    contributions.join("w0", 8)  # with other memory
+    contributions.give("w0", 8)
+    assert contributions.weight("w0", 8) == each[1]

@@ -41,10 +41,10 @@ def _draw(axes: Axes, found: Sequence[Finished]) -> None:
         inside = share > _NARROW
         axes.annotate(
             text,
-            (share, place),
-            xytext=(-5 if inside else 5, 0),
+            (0 if inside else max(shares), place),  # apart from the line of the range
+            xytext=(5, 0),
             textcoords="offset points",
-            ha="right" if inside else "left",
+            ha="left",
             va="center",
             fontsize=8,
             color="white" if place == 0 and inside else "black",

@@ -28,6 +28,8 @@ Array = npt.NDArray[Any]
 
 NO_STEPS: Final = 1e-300
 """Weight of a contribution of local SGD without any step. It is zeros, which are not sent."""
+_NEVER: Final = 1 << 62
+"""Number of a round that does not come."""
 _KEPT: Final = 4
 """Number of rounds in which contributions are kept: a stale one is looked for in later rounds."""
 _FORGETS_SECONDS: Final = 20.0
@@ -83,7 +85,10 @@ def over_the_wire(bucket: Bucket, number: int, values: Array, owed: Array, slice
 
 
 class _Life(NamedTuple):
-    """The time from one joining of a worker to its loss: the round of it, and the first one it contributed to."""
+    """The time from one joining of a worker to its loss: the round of it, and the first one that it gave something to.
+
+    What it gave there need not count. It has made its steps, and those count with fragments that it sends later.
+    """
 
     joined: int
     first: int
@@ -94,8 +99,8 @@ class Contributions:
 
     def __init__(self, workload: Workload, replica: Replica) -> None:
         self._workload, self._replica = workload, replica
-        self._joined: dict[str, list[int]] = {}
-        """Rounds in which each worker has joined."""
+        self._joined: dict[str, list[_Life]] = {}
+        """Lives of each worker, in their order."""
         self._lives: dict[str, _Life] = {}
         """Present life of each worker that has contributed."""
         self._owed: dict[tuple[str, int], Array] = {}
@@ -105,7 +110,12 @@ class Contributions:
 
     def join(self, name: str, number: int) -> None:
         """Note that a worker has joined, to take part from round ``number`` on."""
-        self._joined.setdefault(name, []).append(number)
+        self._joined.setdefault(name, []).append(_Life(number, _NEVER))
+
+    def give(self, name: str, number: int) -> None:
+        """Note that a worker begins to contribute to round ``number``, which need not count."""
+        lives = self._joined.setdefault(name, [_Life(0, _NEVER)])
+        lives[-1] = lives[-1]._replace(first=min(lives[-1].first, number))
 
     def counts(self, name: str, number: int) -> bool:
         """Tell whether a contribution to round ``number`` has a weight."""
@@ -141,9 +151,9 @@ class Contributions:
         self._made = {key: made for key, made in self._made.items() if key[1] > number - _KEPT}
 
     def _life(self, name: str, number: int) -> _Life:
-        joined = max((since for since in self._joined.get(name, ()) if since <= number), default=0)
-        life = self._lives.get(name)
-        return life if life is not None and life.joined == joined else _Life(joined, number)
+        lives = [life for life in self._joined.get(name, ()) if life.joined <= number]
+        life = lives[-1] if lives else _Life(0, _NEVER)
+        return life._replace(first=min(life.first, number))
 
     def _make(self, name: str, number: int, bucket: Bucket) -> Wired:
         seed, weight = self._workload.seed, self.weight(name, number)

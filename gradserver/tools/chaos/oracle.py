@@ -131,8 +131,10 @@ class Oracle:
     def hear(self, line: Mapping[str, Any]) -> None:
         """Take a line of a worker or of the run."""
         match line["kind"]:
-            case "gives" if line["round"] >= self._next:
-                self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
+            case "gives":
+                self._contributions.give(line["name"], line["round"])
+                if line["round"] >= self._next:
+                    self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
             case "round" | "replayed":
                 self._hear_report(Report.of(line))
             case "meets" if line["round"] >= self._next:
