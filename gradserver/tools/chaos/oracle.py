@@ -78,8 +78,7 @@ class Oracle:
         self._attached: dict[int, list[tuple[int, str]]] = {}
         """Names of each member id in the ledger, with the round from which on each has it."""
         self._disk = Disk()
-        self._next = 0
-        self._newest = -1
+        self._next, self._newest = 0, -1
         self._knows_weights = True
         """False behind weights that do not follow from the means."""
         self._settled: dict[int, Settled] = {}
@@ -131,10 +130,9 @@ class Oracle:
     def hear(self, line: Mapping[str, Any]) -> None:
         """Take a line of a worker or of the run."""
         match line["kind"]:
-            case "gives":
+            case "gives" if line["round"] >= self._next:
                 self._contributions.give(line["name"], line["round"])
-                if line["round"] >= self._next:
-                    self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
+                self._book(line["round"]).began[line["name"]] = line["rank"], line["at"]
             case "round" | "replayed":
                 self._hear_report(Report.of(line))
             case "meets" if line["round"] >= self._next:
@@ -228,9 +226,9 @@ class Oracle:
         for case, (made, _) in zip(cases, found or (), strict=False):
             self._means.end(case.bucket, made)
         self._contributions.end(number, (*people.sure, *people.perhaps))
-        follows = self._workload.is_local or self._workload.wire != EXACT
-        is_known = found is not None and (self._knows_weights or not self._workload.is_local)
-        self._is_lost |= follows and bool(people.sure) and not is_known
+        is_local = self._workload.is_local
+        is_known = found is not None and (self._knows_weights or not is_local)
+        self._is_lost |= (is_local or self._workload.wire != EXACT) and bool(people.sure) and not is_known
 
     def _note_completion(self, book: Book) -> None:
         """Note when the round was finished, by the ledger, or by the first worker that finished it."""
