@@ -13,7 +13,7 @@ import numpy as np
 
 from gradserver.engine.commands import Reduce
 from gradserver.engine.policy import PROPAGATE
-from gradserver.mean import Array, weigh
+from gradserver.mean import Array
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.kernels import Given, active
 
@@ -21,16 +21,27 @@ HandOut = Callable[[slice], slice]
 """Write a part of the result to all targets, and return what of that part is left to be done otherwise."""
 
 
-def hand_out_of(command: Reduce, rows: Sequence[Array | None], targets: Sequence[Array]) -> HandOut | None:
-    """Return what hands out the result of ``rows``; None if it is kept or looked at, or there is no kernel."""
-    operation, scale = command.operation, _scale_of(command)
-    kernel = active().hand_out.get(operation.dtype.name)
+def hand_out_of(
+    command: Reduce,
+    rows: Sequence[Array | None],
+    targets: Sequence[Array],
+    scale: tuple[bool, float, Sequence[float]],
+) -> HandOut | None:
+    """Return what hands out the result of ``rows``; None if it is kept or looked at, or no kernel computes it.
+
+    ``scale`` has what `gradserver.mean.weigh` says of the weights.
+    """
+    op, kernel = command.operation.op, active().hand_out.get(command.operation.dtype.name)
     wanted = command.keep, command.digests, command.squares, command.measures
-    if kernel is None or scale is None or command.nonfinite is not PROPAGATE or len(rows) < 2:
+    if kernel is None or command.nonfinite is not PROPAGATE or len(rows) < 2:
         return None
     if any(one is not None and one is not False for one in wanted):
         return None
     equal, divisor, weights = scale
+    if op is Op.SUM and all(row is not None for row in rows):  # adding zeros makes -0 a 0
+        equal, divisor = True, 1.0
+    elif op is not Op.MEAN or command.mean.is_robust:
+        return None
     pairs = [(row, weight) for row, weight in zip(rows, weights, strict=True) if row is not None]
     given = Given.of([row for row, _ in pairs], [] if equal else [weight for _, weight in pairs], divisor)
     addresses = np.array([target.ctypes.data for target in targets], np.uint64)
@@ -42,11 +53,3 @@ def hand_out_of(command: Reduce, rows: Sequence[Array | None], targets: Sequence
         return slice(cut.start + done, stop)
 
     return hand_out
-
-
-def _scale_of(command: Reduce) -> tuple[bool, float, Sequence[float]] | None:
-    """Return weights and divisor as `weigh` does; None for what no kernel computes. Adding zeros makes -0 a 0."""
-    op, given = command.operation.op, command.contributions
-    if op is Op.SUM and all(one.payload is not None for one in given):
-        return True, 1.0, [1.0] * len(given)
-    return weigh([one.weight for one in given]) if op is Op.MEAN and not command.mean.is_robust else None

@@ -207,7 +207,7 @@ class _Job:
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
-        self._hand_out = hand_out_of(command, self._rows, self._targets)
+        self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale)
         least = UNIT * self._parts if self._rule.is_robust else 0
         nbytes = _BLOCK_BYTES if self._hand_out is None else SLICE_BYTES  # no sum has to stay in a cache
         self._step = max(nbytes // max(self._elements.itemsize, self._stored.itemsize), least)

@@ -126,28 +126,26 @@ def script_of_promotions(seed: int) -> Group:
 
 def script_of_modes(seed: int) -> ModeGroup:
     """Make a group with rounds that do not wait for all. If ``seed`` is even, members die and join, too."""
+    return _script_of_modes(seed, lambda chance: [chance.randint(1, 40) for _ in range(chance.randint(1, 2))])
+
+
+def script_of_modules(seed: int) -> ModeGroup:
+    """Make such a group with several modules."""
+    return _script_of_modes(
+        seed,
+        lambda chance: [
+            [chance.randint(1, 24) for _ in range(chance.randint(1, 2))] for _ in range(chance.randint(2, 3))
+        ],
+    )
+
+
+def _script_of_modes(seed: int, sizes_of: Callable[[random.Random], list[int] | list[list[int]]]) -> ModeGroup:
     chance = random.Random(seed)
-    mode, sizes = chance.choice(MODES), [chance.randint(1, 40) for _ in range(chance.randint(1, 2))]
+    mode, sizes = chance.choice(MODES), sizes_of(chance)
     rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
     crashes, preemption = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))], chance.choice((0.0, 0.0, 0.05))
     where = seed, rates, crashes, preemption
     group = ModeGroup(chance.randint(1, 4), sizes, chance.randint(1, 5), mode, *where)
-    for _ in range(chance.randint(0, 3)):
-        group.world.at[chance.randint(0, 800)].append(partial(group.break_line, chance.randint(0, 3)))
-    for _ in range(chance.randint(0, 2)):
-        what = chance.choice((group.kill, group.join)) if seed % 2 == 0 else group.world.kill_any_shard
-        group.world.at[chance.randint(0, 600)].append(partial(what, chance.randint(0, 3)))
-    return group
-
-
-def script_of_modules(seed: int) -> ModeGroup:
-    """Make such a group with several modules. If ``seed`` is even, members die and join, too."""
-    chance = random.Random(seed)
-    mode = chance.choice(MODES)
-    modules = [[chance.randint(1, 24) for _ in range(chance.randint(1, 2))] for _ in range(chance.randint(2, 3))]
-    rates = chance.choice([(1.0,), (1.0, 1.0), (0.0, 1.0), (3.0, 0.5, 1.0)])
-    crashes, preemption = [chance.randint(0, 120) for _ in range(chance.randint(0, 4))], chance.choice((0.0, 0.0, 0.05))
-    group = ModeGroup(chance.randint(1, 4), modules, chance.randint(1, 5), mode, seed, rates, crashes, preemption)
     for _ in range(chance.randint(0, 3)):
         group.world.at[chance.randint(0, 800)].append(partial(group.break_line, chance.randint(0, 3)))
     for _ in range(chance.randint(0, 2)):

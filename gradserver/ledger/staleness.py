@@ -1,9 +1,10 @@
-"""Staleness of contributions, where rounds do not wait for all members: updates of the same section since a version."""
+"""Staleness of contributions, as the ledger has it: from the beginnings of rounds and their ends."""
 
 from __future__ import annotations
 
 from gradserver.engine.ends import MAX_CUTS
 from gradserver.engine.records import Begun, RoundRecord
+from gradserver.engine.staleness import updates_between
 
 
 class Staleness:
@@ -27,9 +28,8 @@ class Staleness:
     def complete(self, record: RoundRecord) -> None:
         """Take a round that is complete."""
         number = record.round
-        others = [one for one, section in self._sections.items() if one < number and section != record.section]
         self.latest = {
-            member_id: number - version - sum(version <= one for one in others)
+            member_id: updates_between(version, number, record.section, self._sections)
             for member_id, version in self._begun.pop(number, {}).items()
             if record.weights[member_id]
         }

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradserver.engine.ends import MAX_CUTS
+from gradserver.engine.staleness import updates_between
 from gradserver.protocol.messages import RequestRound
 
 
@@ -116,12 +117,8 @@ class Requests:
         return dict(sorted(first.items(), key=lambda item: item[1]))
 
     def staleness_in(self, number: int, section: int, version: int) -> int:
-        """Return how many updates of ``section`` there were between ``version`` and round ``number``.
-
-        A round of an unknown section counts.
-        """
-        others = (version <= one < number and of not in (section, -1) for one, of in self.sections.items())
-        return number - version - sum(others)
+        """Return how many updates of ``section`` there were between ``version`` and round ``number``."""
+        return updates_between(version, number, section, self.sections)
 
     def pushing(self, number: int) -> set[int]:
         """Return the members that have begun to push to round ``number``."""
