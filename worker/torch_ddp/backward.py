@@ -310,10 +310,6 @@ class Backward:
         self._end_backwards()
         self.aside.drop()
 
-    def _clear(self) -> None:
-        for slot in self.rounds.slots:
-            slot.parameter.grad = None
-
     # ── rounds without a backward ─────────────────────────────────────────────────────────────────────
 
     def begin_block(self, block: Sequence[Stepper] = ()) -> None:
@@ -346,7 +342,7 @@ class Backward:
             self.rounds.begin(self.pending, leaves=not self.pending)
             anybody = self._finish()
         if not anybody:
-            self._clear()
+            self.aside.clear()
         return anybody
 
     def _follow(self) -> bool:
@@ -370,7 +366,7 @@ class Backward:
             self.broken.mend()
             self._state = State.IDLE
             if self._defers:
-                self._clear()
+                self.aside.clear()
             else:
                 self.rounds.modes.check(Mode.EVAL)
             return
