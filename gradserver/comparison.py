@@ -144,31 +144,23 @@ class Comparison:
     Args:
         command: the reduction.
         measures: what is to be measured of it.
-        spans: the first value of each block, and the one behind its last.
+        starts: the first element of each block in the bucket.
+        stop: the element behind the last block.
         parts: values of an element.
 
     Attributes:
         thresholds: for each block the sum of squares of its mean above which it is to be looked at.
     """
 
-    def __init__(
-        self,
-        command: Reduce,
-        measures: Measures,
-        spans: Iterable[tuple[int, int]],
-        parts: int,
-    ) -> None:
-        self._measures, self._parts, self._dtype = measures, parts, command.operation.dtype
-        self._of = [(one.member_id, one.weight) for one in command.contributions]
-        self._is_plain = not command.mean.is_robust
-        self._spans = [(command.first + start // parts, command.first + stop // parts) for start, stop in spans]
-        starts = [start for start, _ in self._spans]
+    def __init__(self, command: Reduce, measures: Measures, starts: Sequence[int], stop: int, parts: int) -> None:
+        self._command, self._measures, self._parts = command, measures, parts
+        self._starts, self._stop = starts, stop
         self.thresholds = list(map(_limits_of(measures).get, starts, repeat(_DUE)))
         if not starts:
             return
         stride, turn, unit, _, _ = measures
         first = starts[0] // unit
-        for its_turn in range((first + -(first + turn) % stride) * unit, self._spans[-1][1], stride * unit):
+        for its_turn in range((first + -(first + turn) % stride) * unit, stop, stride * unit):
             begin = max(bisect_right(starts, its_turn) - 1, 0)
             for block in range(begin, bisect_left(starts, its_turn + unit)):
                 self.thresholds[block] = _DUE
@@ -180,10 +172,11 @@ class Comparison:
 
         The ``result`` has these ``squares``.
         """
-        start, stop = self._spans[block]
+        start, stop = self._starts[block], self._starts[block + 1] if block + 1 < len(self._starts) else self._stop
         if (special := is_due(self._measures, start, stop, squares)) is not None:
-            of = [self._of[place] for place in places]
-            how = self._is_plain, special, start, self._parts, self._dtype
+            given, operation = self._command.contributions, self._command.operation
+            of = [(given[place].member_id, given[place].weight) for place in places]
+            how = not self._command.mean.is_robust, special, start, self._parts, operation.dtype
             compare(self._measures, of, rows, result, squares, *how)
 
 

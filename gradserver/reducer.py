@@ -15,10 +15,9 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -223,11 +222,12 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
-        self._comparison = self._comparison_of(command, pairwise((*range(0, numel, self._step), numel)))
+        start, stop = command.first, command.first + numel // self._parts
+        self._comparison = self._comparison_of(command, range(start, stop, self._step // self._parts), stop)
 
-    def _comparison_of(self, command: Reduce, spans: Iterable[tuple[int, int]]) -> Comparison | None:
-        """Return the comparison of contributions to blocks, which have these values; None if it is not wanted."""
-        return None if command.measures is None else Comparison(command, command.measures, spans, self._parts)
+    def _comparison_of(self, command: Reduce, starts: Sequence[int], stop: int) -> Comparison | None:
+        """Return the comparison of contributions to blocks, which begin with these elements of the bucket, if any."""
+        return None if command.measures is None else Comparison(command, command.measures, starts, stop, self._parts)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -354,7 +354,8 @@ class _Sieve(_Job):
         self._findings: list[Finding] = []
         self.blocks, self._of_slice = len(self._spans), 1
         self._squares = [None] * (0 if command.squares is None else self.blocks)
-        self._comparison = self._comparison_of(command, [(a * self._parts, b * self._parts) for a, b in self._spans])
+        starts = [command.first + start for start, _ in self._spans]
+        self._comparison = self._comparison_of(command, starts, command.first + self._spans[-1][1])
 
     def outcome(self) -> Outcome:
         """Return the result, with the findings."""

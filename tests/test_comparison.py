@@ -218,11 +218,11 @@ def test_of_large_rounds_a_smaller_share_is_measured() -> None:
     assert strides([10_000]) == (1,)
     assert strides([UNIT * 2]) == (2,)
     assert strides([UNIT] * 7) == (7,) * 7
-    assert strides([UNIT] * 24) == (8,) * 24
+    assert strides([UNIT] * 16) == (8,) * 16
     assert strides([UNIT] * 32, 2) == (8,) * 32
-    assert strides([UNIT] * 120) == (40,) * 120
-    assert strides([25_000_000]) == (63,)
-    assert strides([1] * 16_384) == (64,) * 16_384
+    assert strides([UNIT] * 120) == (60,) * 120
+    assert strides([25_000_000]) == (95,)
+    assert strides([1] * 16_384) == (96,) * 16_384
 
 
 @given(

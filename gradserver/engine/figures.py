@@ -22,9 +22,9 @@ BLOCK_BYTES: Final = 512 * KIB
 """Size of a unit: what a reduction computes at a time, about."""
 _APART: Final = 8
 """One unit in so many is measured, at most, or one of a round that has fewer."""
-_SAMPLED: Final = 3
+_SAMPLED: Final = 2
 """Number of units of a large round that are measured, about."""
-_RAREST: Final = 64
+_RAREST: Final = 96
 """One unit in so many is measured, at least."""
 
 
