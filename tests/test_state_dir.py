@@ -151,7 +151,7 @@ def test_what_was_more_open_before_is_closed_to_others(tmp_path: Path, caplog: p
 def test_the_format_is_what_it_is() -> None:
     """Test fixed bytes: ledgers outlive versions."""
     body = b"\x94\xa1g\x01\x08\xa4left"
-    assert header(7) == b"GSLEDG2\n\x07\0\0\0"
+    assert header(7) == b"GSLEDG3\n\x07\0\0\0"
     checked = struct.pack("<Bd", 9, 2.5) + body
     assert frame(Dated(2.5, Closed("g", 1, 8, "left"))) == struct.pack("<II", 9 + 10, zlib.crc32(checked)) + checked
 
@@ -294,7 +294,7 @@ def test_a_ledger_in_another_format_is_named_and_left_alone(tmp_path: Path, what
     file = tmp_path / "ledger-000001.gsl"
     file.write_bytes(b"GSLEDG9\n\x01\0\0\0")
 
-    with pytest.raises(StateError, match="in format 9, and this gradserver reads format 2: use the version"):
+    with pytest.raises(StateError, match="in format 9, and this gradserver reads format 3: use the version"):
         StateDir(tmp_path, "0.1.0")
 
     assert main(["ledger", str(tmp_path), *what]) == 1
@@ -398,7 +398,7 @@ def test_whatever_is_changed_in_a_file_a_mended_one_can_be_used(data: st.DataObj
         file = Path(name) / "ledger-000001.gsl"
         file.write_bytes(whole[:at] + changed + whole[at + len(changed) :])
         if main(["ledger", name, "--repair"]):
-            assert re.match(rb"GSLEDG[^2]", file.read_bytes()), "of another format"
+            assert re.match(rb"GSLEDG[^3]", file.read_bytes()), "of another format"
             return
         with opened(Path(name), sync=None):
             assert not [item for item in items(file) if isinstance(item, Fault)]

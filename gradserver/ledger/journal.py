@@ -1,6 +1,6 @@
 r"""Ledger files: their bytes, and reading them whatever happened to the disk.
 
-    file      magic `GSLEDG2\n`, u32 number of the file, then records
+    file      magic `GSLEDG3\n`, u32 number of the file, then records
     record    u32 length and u32 crc32 of what follows: u8 kind, f64 clock, body (`gradserver.engine.records`)
 
 Numbers are little-endian; the clock is the coordinator's, in seconds, when the record was first written. Every file
@@ -28,7 +28,7 @@ from gradserver.engine.records import MAX_BODY_BYTES, decode, encode
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.limits import MIB
 
-MAGIC: Final = b"GSLEDG2\n"
+MAGIC: Final = b"GSLEDG3\n"
 _ANY_FORMAT: Final = re.compile(rb"GSLEDG[0-9A-Z]\n")
 HEADER_BYTES: Final = len(MAGIC) + 4
 _FRAME: Final = struct.Struct("<IIBd")
