@@ -215,6 +215,11 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
             id="a member is lost in a recovery, and all that waited for it has weight 0",
         ),
         pytest.param(
+            *(4, [[33], [1]], [ROUND], [], {274: [3], 266: [1], 5: [3]}, {32: [2], 119: [1], 9: [2], 581: [3]}),
+            *({274: [3], 266: [1], 5: [3]}, (0.0, 1.0), 4070),
+            id="a member is lost in a recovery, and all others have said what they hold",
+        ),
+        pytest.param(
             *(4, [[13, 38]], [Act("all_gather", 3)], [13, 38]),
             *({439: [2], 582: [3], 251: [1], 512: [1]}, {439: [2], 582: [3], 251: [1], 512: [1]}),
             *({0: [2], 3: [0]}, (1.0, 1.0), 0),
