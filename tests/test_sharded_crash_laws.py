@@ -310,3 +310,24 @@ def round_of(cluster: Sharded) -> object:
     groups = cluster.harness.engine.snapshot(cluster.harness.now)["groups"]
     assert isinstance(groups, dict)
     return groups["default"]["round"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_contributor_is_a_member_for_the_next_coordinator_whatever_a_shard_has_yet_to_hear(seed: int) -> None:
+    """Test a shard that does not know of another worker that joins, when the first round of this one is complete."""
+    cluster = Joinable(1, [4], [Step()] * 8, seed, (1.0, 1.0))
+    harness, (shard,) = cluster.harness, cluster.harness.minds
+    cluster.join()
+    (newcomer,) = cluster.waiting
+    while not newcomer.inside:
+        assert cluster.step()
+    cluster.settle()
+    cluster.join()
+    for member in cluster.members.values():
+        give_all(cluster, member)
+    pass_all(harness.pass_up, harness.up[shard], shard)
+    assert cluster.rounds()[-1] == newcomer.first, "its first round is written"
+    cluster.crash()
+    cluster.run()
+
+    nobody_was_left_out(cluster)
