@@ -17,6 +17,7 @@ from hypothesis import example, given, settings, strategies as st
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
+from gradserver.protocol.exchange import Stream
 from gradserver.worker.clock import Clock
 from tests.crash_harness import Trap
 from tests.examples import examples
@@ -335,6 +336,29 @@ def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str
     group.run()
     group.check()
     assert all(node.outcomes[3].error is None for node in group.nodes)
+
+
+@pytest.mark.parametrize(("rates", "seed"), [((1.0, 1.0), 6), ((0.0, 1.0), 1)])
+def test_a_shard_that_is_replaced_knows_the_membership_without_a_learner_that_has_entered(
+    rates: tuple[float, ...], seed: int
+) -> None:
+    """Test one that is lost in a collective before the learner's first round, in which the learner has no part."""
+    group = Group(2, [[8]], [ROUND, ROUND, *[Act("gather", 19, 1), ROUND] * 5], seed, rates)
+    world = group.world
+    world.traps = [Trap(Entered, 1)]
+
+    def lose_in_collective() -> None:
+        groups = [group for mind in world.harness.minds.values() for group in mind.data.groups.values()]
+        under_way = any(key.stream == Stream.COLLECTIVE for group in groups for key, _ in group.exchanges.items())
+        if world.crashes and under_way:
+            world.kill_any_shard(0)
+        else:
+            world.at[world.steps + 1].append(lose_in_collective)
+
+    world.at[3] += [partial(group.join, 0), lose_in_collective]
+    check(group)
+    assert len(world.crashes) == 1
+    assert len(world.losses) == 2
 
 
 @pytest.mark.parametrize("seed", [1014, 1058])
