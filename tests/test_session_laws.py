@@ -23,7 +23,15 @@ from tests.crash_harness import Trap
 from tests.examples import examples
 from tests.fibers import Scheduler, driving
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
-from tests.session_scripts import Happenings, check, hold, script, script_of_parts, script_of_promotions
+from tests.session_scripts import (
+    Happenings,
+    check,
+    hold,
+    script,
+    script_of_parts,
+    script_of_promotions,
+    script_of_slow_ways,
+)
 from tests.session_world import SLICE
 
 pytestmark = pytest.mark.usefixtures("session_code")
@@ -402,6 +410,12 @@ def test_a_shard_without_a_push_of_a_closed_round_knows_its_module(seed: int) ->
 def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
         check(script_of_promotions(seed))
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(800), marks=pytest.mark.long)], ids=["few", "all"])
+def test_all_laws_hold_where_some_messages_are_on_their_way_for_long(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        check(script_of_slow_ways(seed))
 
 
 @pytest.mark.long
