@@ -262,7 +262,13 @@ class ModeGroup(Group):
             assert not cohort.keys() & set(begun[number].others)
             assert self.bound is None or all(self.staleness(number, one) <= self.bound for one in cohort.values())
             made = Counter(version for (_, to), (_, version) in self.gave.items() if to == number)
-            assert made <= Counter(cohort.values()), f"round {number} has contributions of {made}, and says {cohort}"
+            granted = self._granted(number)
+            assert made <= granted, f"round {number} has contributions of {made}, and was granted to {granted}"
+
+    def _granted(self, number: int) -> Counter[int]:
+        """Return the versions of contributions to a round. It begins anew if all that had the one before are lost."""
+        begun = (one for one in self.world.harness.records if isinstance(one, Begun) and one.round == number)
+        return Counter(version for cohort in {one.cohort for one in begun} for _, version in cohort)
 
 
 class MeetingNode(ModeNode):

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Round, RoundRecord
+from gradserver.engine.records import Boundary, Round, RoundRecord
 from gradserver.protocol.dtypes import dtype_of
 from gradserver.protocol.errors import (
     ConnectionLostError,
     GradServerError,
+    LeftOutError,
     MembershipChangedError,
     WorkerLostError,
 )
@@ -509,14 +510,25 @@ class Group:
     def _check_errors(self) -> None:
         """Check that no worker that contributed has failed."""
         for node in self.nodes:
-            if node.finished or node.counts:
+            if node.finished or (node.counts and not self._is_outlived(node)):
                 assert node.error is None, f"{node.name} failed: {node.error}"
+
+    def _is_outlived(self, node: Node) -> bool:
+        """Tell whether the dead alone had the results of a node's round, and a learner has the state behind it.
+
+        A round that is over is not made again while such a learner is there.
+        """
+        if node.worker is None or not isinstance(node.error, LeftOutError):
+            return False
+        number, everybody = node.worker.round, [*self.nodes, *self.dead]
+        learnt = any(other.rank < 0 and min(other.rounds, default=0) > number for other in everybody)
+        return learnt and not any(number in other.rounds for other in self.nodes)
 
     def check_entered(self) -> None:
         """Check that a learner that the others wait for came in, if there was time. They wait once in a while only."""
         last, learners = max([0.0, *self.world.losses]), sum(node.rank < 0 for node in [*self.nodes, *self.dead])
         for node in self.nodes:
-            had_time = node.waits and node.left >= 4 and node.began > last and learners == 1
+            had_time = node.waits and node.left >= 4 and node.began > last and learners == 1 and self.world.ways is None
             assert node.finished or not had_time, f"{node.name} never came in"
 
     def _witnesses(self, number: int) -> list[Node]:
@@ -614,13 +626,23 @@ class Group:
             node for node in finished if self.rounds - 1 in node.rounds and node.rounds[self.rounds - 1].counts
         ]
         epochs = {node.worker.epoch for node in to_the_end if node.worker is not None}
-        assert len(epochs) <= 1, "members are in different epochs"
+        assert len(epochs) <= 1 or epochs <= self._epochs_behind(self.rounds - 1), "members are in different epochs"
         for node in self.nodes:
             for number, results in node.rounds.items():
                 end = self.world.harness.ends[number]  # a late member that resumes hears of the membership of then
-                assert not results.counts or results.epoch == end or (results.epoch > end and not self.is_patient), (
+                ends = self._epochs_behind(number) if number == self.rounds - 1 else {end}
+                assert not results.counts or results.epoch in ends or (results.epoch > end and not self.is_patient), (
                     f"{node.name} is in another epoch behind round {number} than the ledger says"
                 )
+
+    def _epochs_behind(self, number: int) -> set[int]:
+        """Return the epochs that were ever in force behind a round.
+
+        The others may be told once more that the last round is over when a member that has heard that has left.
+        """
+        records = self.world.harness.records
+        done = {one.epoch for one in records if isinstance(one, Round) and one.record.round == number}
+        return done | {one.epoch for one in records if isinstance(one, Boundary) and one.round == number}
 
     def _check_collectives(self) -> None:
         for place, act in enumerate(self.program):

@@ -1,7 +1,7 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``modes``, ``modules``, ``parts``, ``promotions``, ``splits`` and ``subgroups``. The figures are of one core.
+``modes``, ``modules``, ``parts``, ``promotions``, ``slow``, ``splits`` and ``subgroups``. The figures are of one core.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.direct_session_group import DirectGroup
 from tests.mode_session_group import MODES, MeetingGroup, ModeGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
+from tests.slow_ways import SlowWays
 from tests.subgroup_session_group import SubgroupGroup
 
 RATES = ((1.0,), (1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0))
@@ -124,6 +125,14 @@ def script_of_promotions(seed: int) -> Group:
     return group
 
 
+def script_of_slow_ways(seed: int) -> Group:
+    """Make one of the other groups, and have some of its messages be on their way for long."""
+    kinds = (script_of_promotions, script_of_promotions, script, script_of_modules, script_of_direct_rounds)
+    group = kinds[seed % len(kinds)](seed)
+    group.world.ways = SlowWays(seed)
+    return group
+
+
 def script_of_modes(seed: int) -> ModeGroup:
     """Make a group with rounds that do not wait for all. If ``seed`` is even, members die and join, too."""
     return _script_of_modes(seed, lambda chance: [chance.randint(1, 40) for _ in range(chance.randint(1, 2))])
@@ -205,6 +214,7 @@ KINDS = {
     "modules": script_of_modules,
     "parts": script_of_parts,
     "promotions": script_of_promotions,
+    "slow": script_of_slow_ways,
     "splits": script_of_splits,
     "subgroups": script_of_subgroups,
 }

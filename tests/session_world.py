@@ -38,6 +38,7 @@ from tests.crash_harness import CrashError, Trap
 from tests.engine_harness import small_slices
 from tests.fibers import Scheduler
 from tests.sharded_crash_harness import LINK, Processes, ShardLostError
+from tests.slow_ways import SlowWays
 
 URL = "tcp://10.0.0.1:7411"
 SLICE = 64
@@ -335,6 +336,8 @@ class World:
         """Losses in the same moment as the coordinator's, one for each time that it is lost."""
         self.traps: list[Trap] = []
         """Losses of a process behind records, once the group is founded."""
+        self.ways: SlowWays | None = None
+        """Ways of messages that are slow for a while; None if each step is equally probable."""
         self._fuses = list(fuses)
         self._notices: list[Callable[[], object]] = []
         self._cut_links: list[int] = []
@@ -538,7 +541,7 @@ class World:
         self._note()  # from a connection that these have closed nothing is read any more
         choices = self._choices()
         if choices:
-            self.random.choice(choices)()
+            self.random.choice(choices if self.ways is None else self.ways.of(choices, self.steps))()
             self._note()
             return
         times = [self.scheduler.next_deadline(), math.inf if due is None else due]

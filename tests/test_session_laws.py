@@ -17,12 +17,21 @@ from hypothesis import example, given, settings, strategies as st
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
+from gradserver.protocol.exchange import Stream
 from gradserver.worker.clock import Clock
 from tests.crash_harness import Trap
 from tests.examples import examples
 from tests.fibers import Scheduler, driving
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
-from tests.session_scripts import Happenings, check, hold, script, script_of_parts, script_of_promotions
+from tests.session_scripts import (
+    Happenings,
+    check,
+    hold,
+    script,
+    script_of_parts,
+    script_of_promotions,
+    script_of_slow_ways,
+)
 from tests.session_world import SLICE
 
 pytestmark = pytest.mark.usefixtures("session_code")
@@ -215,6 +224,11 @@ def test_workers_that_join_while_all_else_is_lost_hold_what_members_hold(
             id="a member is lost in a recovery, and all that waited for it has weight 0",
         ),
         pytest.param(
+            *(4, [[33], [1]], [ROUND], [], {274: [3], 266: [1], 5: [3]}, {32: [2], 119: [1], 9: [2], 581: [3]}),
+            *({274: [3], 266: [1], 5: [3]}, (0.0, 1.0), 4070),
+            id="a member is lost in a recovery, and all others have said what they hold",
+        ),
+        pytest.param(
             *(4, [[13, 38]], [Act("all_gather", 3)], [13, 38]),
             *({439: [2], 582: [3], 251: [1], 512: [1]}, {439: [2], 582: [3], 251: [1], 512: [1]}),
             *({0: [2], 3: [0]}, (1.0, 1.0), 0),
@@ -332,6 +346,29 @@ def test_collectives_of_all_go_on_when_a_data_shard_was_replaced_twice(kind: str
     assert all(node.outcomes[3].error is None for node in group.nodes)
 
 
+@pytest.mark.parametrize(("rates", "seed"), [((1.0, 1.0), 6), ((0.0, 1.0), 1)])
+def test_a_shard_that_is_replaced_knows_the_membership_without_a_learner_that_has_entered(
+    rates: tuple[float, ...], seed: int
+) -> None:
+    """Test one that is lost in a collective before the learner's first round, in which the learner has no part."""
+    group = Group(2, [[8]], [ROUND, ROUND, *[Act("gather", 19, 1), ROUND] * 5], seed, rates)
+    world = group.world
+    world.traps = [Trap(Entered, 1)]
+
+    def lose_in_collective() -> None:
+        groups = [group for mind in world.harness.minds.values() for group in mind.data.groups.values()]
+        under_way = any(key.stream == Stream.COLLECTIVE for group in groups for key, _ in group.exchanges.items())
+        if world.crashes and under_way:
+            world.kill_any_shard(0)
+        else:
+            world.at[world.steps + 1].append(lose_in_collective)
+
+    world.at[3] += [partial(group.join, 0), lose_in_collective]
+    check(group)
+    assert len(world.crashes) == 1
+    assert len(world.losses) == 2
+
+
 @pytest.mark.parametrize("seed", [1014, 1058])
 def test_collectives_go_on_if_the_result_of_a_later_one_came_before_the_coordinator_was_lost(seed: int) -> None:
     check(script(seed))
@@ -373,6 +410,12 @@ def test_a_shard_without_a_push_of_a_closed_round_knows_its_module(seed: int) ->
 def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:
     for seed in range(150 * part, 150 * (part + 1)):
         check(script_of_promotions(seed))
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(800), marks=pytest.mark.long)], ids=["few", "all"])
+def test_all_laws_hold_where_some_messages_are_on_their_way_for_long(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        check(script_of_slow_ways(seed))
 
 
 @pytest.mark.long

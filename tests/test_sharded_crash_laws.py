@@ -11,11 +11,11 @@ from hypothesis import example, given, settings, strategies as st
 
 from gradserver.engine.events import Received
 from gradserver.protocol.exchange import Kind
-from gradserver.protocol.messages import Attend, Join, Welcome
+from gradserver.protocol.messages import Attend, Join, Leave, Welcome
 from tests.elastic_harness import Step
 from tests.engine_harness import TIMEOUT
 from tests.examples import examples
-from tests.sharded_crash_harness import Sharded, Spread
+from tests.sharded_crash_harness import Sharded, Spread, Waiting
 from tests.sharded_join_harness import Joinable, Latecomer
 from tests.test_engine_crash_laws import answers, nothing_was_lost
 from tests.test_shard_laws import many_rates, small_shares
@@ -268,3 +268,66 @@ def test_a_learner_is_not_asked_what_it_holds(first: str) -> None:
 
     assert [say_of(cluster, line) for line in lines] == [["Attended"], ["Attended"]]
     assert not cluster.members[0].stands, "the members are"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_learner_that_leaves_in_a_recovery_sets_no_member_back(first: int) -> None:
+    """Test that a shard begins no recovery anew: it would say again where that began, when the round is over."""
+    cluster = Joinable(1, [1], [Step()] * 6, 0, (0.0, 1.0, 1.0))
+    harness, (member,) = cluster.harness, cluster.members.values()
+    line, _ = let_in(cluster)
+    give_all(cluster, member)
+    for place in (1, 2):
+        while harness.waiting[member.lines[place]]:
+            cluster.read_line(member, place)
+    cluster.break_line(0, False)
+    cluster.resume(member)
+    cluster.settle()
+    for place in (0, 1, 2):
+        cluster.hold_at(member, place)
+    harness.feed(Received(line, Leave("it has changed its mind")))
+    shards = sorted(harness.minds, reverse=bool(first))
+    for shard in shards:
+        pass_all(harness.pass_up, harness.up[shard], shard)
+    for shard in shards:
+        pass_all(harness.pass_down, harness.down[shard], shard)
+        pass_all(harness.pass_up, harness.up[shard], shard)
+
+    assert round_of(cluster) == 1, "the coordinator is in a round that is over"
+    cluster.join()
+    cluster.run()
+    nobody_was_left_out(cluster)
+
+
+def pass_all(pass_one: Callable[[int], object], waiting: Waiting, shard: int) -> None:
+    """Deliver all that waits on the way to or from a shard."""
+    while waiting:
+        pass_one(shard)
+
+
+def round_of(cluster: Sharded) -> object:
+    """Return the open round, as the coordinator shows it."""
+    groups = cluster.harness.engine.snapshot(cluster.harness.now)["groups"]
+    assert isinstance(groups, dict)
+    return groups["default"]["round"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_contributor_is_a_member_for_the_next_coordinator_whatever_a_shard_has_yet_to_hear(seed: int) -> None:
+    """Test a shard that does not know of another worker that joins, when the first round of this one is complete."""
+    cluster = Joinable(1, [4], [Step()] * 8, seed, (1.0, 1.0))
+    harness, (shard,) = cluster.harness, cluster.harness.minds
+    cluster.join()
+    (newcomer,) = cluster.waiting
+    while not newcomer.inside:
+        assert cluster.step()
+    cluster.settle()
+    cluster.join()
+    for member in cluster.members.values():
+        give_all(cluster, member)
+    pass_all(harness.pass_up, harness.up[shard], shard)
+    assert cluster.rounds()[-1] == newcomer.first, "its first round is written"
+    cluster.crash()
+    cluster.run()
+
+    nobody_was_left_out(cluster)

@@ -167,9 +167,7 @@ def _break(_: Registry, group: Group, effects: Effects) -> None:
 
 def _can_promote(_: Registry, group: Group) -> bool:
     held = group.rounds.held
-    if held is None or not group.learners or not rounds.is_at_boundary(group):
-        return False
-    return bool(learners.contributors(group, held.round))
+    return held is not None and bool(learners.contributors(group, held.round))
 
 
 def _promote(registry: Registry, group: Group, effects: Effects) -> None:
@@ -226,7 +224,7 @@ RULES: Final = (
     Rule(
         _can_promote,
         _promote,
-        "At a boundary: learners have contributed to the round.",
+        "A round is complete to which learners have contributed.",
         "They are members in a new epoch: Configure to all shards.",
     ),
     Rule(

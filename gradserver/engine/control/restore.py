@@ -151,8 +151,10 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
         return
     for member_id, occupant in new.items():
         group.members.admit(member_id, occupant.name)
-    what = group.members.promote(new, entered.round, registry.next_epoch())
-    group.members.void_before(group.members.epoch)
+    epoch = registry.next_epoch()
+    group.members.begin_epoch(epoch)  # others hear of this one at once: what was called before has failed
+    what = group.members.promote(new, entered.round, epoch)
+    group.members.void_before(epoch)
     group.sessions.detach_all(
         group.members.by_id, max(group.sessions.away.values(), default=now + group.policy.reconnect)
     )
@@ -163,22 +165,20 @@ def _promote(registry: Registry, group: Group, entered: Entered, now: float, eff
 
 def reopen(registry: Registry, group: Group, order: Callable[[RemoteOrder], None], shard: int = 0) -> None:
     """Order what a data half has to know of a group that was restored, or that it is new to."""
-    names, early = (
-        group.members.identities.names,
-        group.early,
-    )  # these have no part in collectives from before they came
+    names, early = group.members.identities.names, group.early
     founders = tuple(Member(-1, "" if member_id in early else name) for member_id, name in enumerate(names))
     tokens = tuple(group.token(member_id) for member_id in range(len(founders))) if shard else ()
     order(registry.opening(group, founders, tokens, shard))
-    order(
-        group.configured(
-            tuple(
-                Departure(member_id, WorkerLostError(f"{name!r} had departed before"))
-                for member_id, name in enumerate(names)
-                if name and member_id not in group.members.by_id
-            )
-        )
+    departed = tuple(
+        Departure(member_id, WorkerLostError(f"{name!r} had departed before"))
+        for member_id, name in enumerate(names)
+        if name and member_id not in group.members.by_id
     )
+    others = tuple(member_id for member_id in group.members.by_id if member_id not in early)
+    if early and others:  # what these call before the others' first round is of the membership without them
+        order(replace(group.configured(departed), epoch=group.members.epoch_before, members=others))
+        departed = ()
+    order(group.configured(departed))
     if group.plans.plan is not None:
         order(SetPlan(group.name, group.plans.plan, group.plans.planned))
 

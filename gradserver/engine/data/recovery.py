@@ -24,6 +24,7 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     PRESENT     … failed; one is done, and none holds it  PRESENT     Failure to members that lack it
     PRESENT     no member lacks what others hold          (none)      Standing to all: what none holds is open
     any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
+    any         a learner departs                         (the same)  it holds nothing: what was found out stands
     any         no progress for the group's timeout       COLLECTING  members that it waits for are left out
 
 Slices that are held are *settled*: members never push them, and nothing is reduced of them again.
@@ -90,7 +91,8 @@ def forget(group: Group, member_id: int, now: float, effects: Effects) -> None:
     if recovery is None:
         return
     recovery.forget(member_id)
-    advance(group, now, effects)
+    if recovery.stage is Stage.COLLECTING:
+        advance(group, now, effects)
 
 
 def hold(group: Group, member_id: int, holding: Holding, payload: Buffer, now: float, effects: Effects) -> None:

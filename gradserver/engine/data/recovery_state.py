@@ -136,9 +136,9 @@ class Recovery:
         self.touched = now
 
     def forget(self, member_id: int) -> None:
-        """Forget what ``member_id`` has said, and collect anew."""
-        self.holders.pop(member_id, None)
-        self.start_again()
+        """Forget what ``member_id`` has said, and collect anew. A learner has said nothing."""
+        if self.holders.pop(member_id, None) is not None:
+            self.start_again()
 
     def progress(self, now: float) -> None:
         """Let the deadline run from ``now`` on."""

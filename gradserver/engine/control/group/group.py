@@ -393,7 +393,7 @@ class Group:
         assert set(self.learners.donors) <= set(members), f"{self.name} has donors that are no members"
         for learner in learners.values():
             assert learner.donor in {-1, *members}, f"{self.name} waits for a donor that is gone"
-            learner.validate()
+            learner.validate(self.rounds.number)
         assert len(set(connections)) == len(connections), f"{self.name} has a connection twice"
         self.leases.positions.validate()
         return connections

@@ -220,8 +220,10 @@ class Learner:
             return Newcomer(member_id, occupant, self.token, listens=self.round, transfer=self.number)
         return Newcomer(member_id, occupant, self.token)
 
-    def validate(self) -> None:
-        """Raise AssertionError if its stage is not that of its other fields."""
+    def validate(self, number: int) -> None:
+        """Raise AssertionError if its stage is not that of its other fields, or not one of open round ``number``."""
+        due = (number,) if self.entered else range(-1, number + 1)
+        assert self.round in due, f"round {number} is open, and {self} contributes from round {self.round} on"
         receives = self.stage is Stage.RECEIVING
         assert (receives or self.stage in (Stage.READY, Stage.ENTERED)) == (self.round >= 0), (
             f"{self} contributes from round {self.round} on"

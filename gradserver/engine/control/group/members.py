@@ -30,6 +30,7 @@ class Members:
         by_id: members that are there, in the order of their ids. One without a connection has -1.
         member_ids: names by member id, and the ids of members that are there by rank.
         epoch: number of the membership.
+        epoch_before: that of the membership without members that are new in it, in which they had no part yet.
         founded: number by which data halves know the group: the first epoch, or the last generation.
         founders: number of ids when the group began.
         first_rounds: first round of each member that joined the running group.
@@ -41,6 +42,7 @@ class Members:
     by_id: dict[int, Member] = field(default_factory=dict)
     identities: Identities = field(default_factory=lambda: Identities(()))
     epoch: int = 0
+    epoch_before: int = 0
     founded: int = 0
     founders: int = 0
     first_rounds: dict[int, int] = field(default_factory=dict)
@@ -56,7 +58,8 @@ class Members:
         self.identities = Identities(
             chosen[member_id].name if member_id in chosen else "" for member_id in range(self.world)
         )
-        self.epoch = self.founded = epoch
+        self.founded = epoch
+        self.begin_epoch(epoch)
 
     def restore(self, names: Mapping[int, str], present: Mapping[int, str], epoch: int) -> None:
         """Go on with the members of an earlier coordinator, all without a connection. Others had ``names``, too."""
@@ -66,7 +69,8 @@ class Members:
         for member_id in names:
             if member_id not in self.by_id:
                 self.identities.depart(member_id)
-        self.epoch = self.founded = epoch
+        self.founded = epoch
+        self.begin_epoch(epoch)
 
     def admit(self, member_id: int, name: str) -> None:
         """Give a place to a learner. It is no member yet."""
@@ -78,7 +82,7 @@ class Members:
         self.by_id = dict(sorted({**self.by_id, **entered}.items()))
         self.first_rounds |= dict.fromkeys(entered, number)
         self.identities.set_present(tuple(self.by_id))
-        self.epoch = epoch
+        self.epoch_before, self.epoch = self.epoch, epoch
         return f"{self.calls(entered)} joined in round {number}; {len(self.by_id)} workers go on"
 
     def entered_in(self, number: int, member_ids: Iterable[int]) -> None:
@@ -93,11 +97,11 @@ class Members:
     def depart(self, member_id: int, epoch: int) -> None:
         """Close the gap in the ranks that a member leaves, in a new epoch."""
         self.identities.depart(member_id)
-        self.epoch = epoch
+        self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch with the same members."""
-        self.epoch = epoch
+        """Begin an epoch without new members."""
+        self.epoch = self.epoch_before = epoch
 
     def void_before(self, generation: int) -> None:
         """Have reports of shards from before a recovery count for nothing."""
