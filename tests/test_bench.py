@@ -192,6 +192,8 @@ def test_train_counts_what_the_links_of_each_rate_carry() -> None:
             continue
         share = 0.5 if row["wire"] == "bf16" else 1.0  # of two, a ring sends as much as a coordinator takes
         assert share * nbytes < row["sent_bytes"] < 1.1 * share * nbytes
+        assert ("coordinator_s" in row) == (row["variant"] not in ("ddp", "none"))
+        assert row.get("coordinator_s", 1) > 0
         on_link = max(row["sent_bytes"], row["received_bytes"])
         assert row["limit_s"] >= on_link / (12.5e6 if number < 4 else 125e6)
         assert row["time_s"]["median"] > 0.7 * row["limit_s"]

@@ -165,6 +165,7 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "copying": Column("memcpy", "GB/s", 7, lambda row: _gigabytes(row.nbytes / (row.limit_seconds or math.inf))),
         "coordinator": Column("coord", "s/GB", 6, lambda row: maybe(row.more.get("coordinator_s_per_gb"), _two)),
         "worker": Column("worker", "s/GB", 6, lambda row: maybe(row.more.get("worker_s_per_gb"), _two)),
+        "serving": Column("coord", unit, 6, lambda row: maybe(row.more.get("coordinator_s"), shown)),
         "computing": Column("compute", unit, 8, lambda row: maybe(row.more.get("compute_s"), shown)),
     }
 
@@ -179,7 +180,20 @@ LAYOUTS = {
     "step": (
         "ms",
         milliseconds,
-        ("way", "format", "time", "spread", "exposed", "limit", "share", "sent", "loss", "wrong", "to ddp", "to best"),
+        (
+            "way",
+            "format",
+            "time",
+            "spread",
+            "exposed",
+            "limit",
+            "sent",
+            "serving",
+            "loss",
+            "wrong",
+            "to ddp",
+            "to best",
+        ),
     ),
     "levels": (
         "ms",
@@ -248,8 +262,9 @@ NOTES = {
     "step": (
         "way: a plane of gradserver, or torch's DDP over gloo; none: the same step without exchange, the lower bound",
         "time: median of one training step of the slowest rank; exposed: time - that without exchange",
-        "limit: the longer of the step without exchange and sent bytes / rate; reached: limit / time",
-        "sent: by a worker's link in a step, with headers; loss: on held-out text, after equally many steps",
+        "limit: the longer of the step without exchange and sent bytes / rate",
+        "sent: by a worker's link in a step, with headers; coord: processor time of the coordinator in a step",
+        "loss: on held-out text, after equally many steps",
         "#wrong: replicas that are not bit-identical to rank 0's; ddp/this, best/this: DDP with fp32, and its quickest",
     ),
 }

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
+from statistics import median
 from typing import Final, NamedTuple
 
 from gradserver.protocol.planes import AMONG_MEMBERS
@@ -143,7 +144,8 @@ def _together(way: Way, visits: list[Measured], steps: int) -> Measured:
     """Put the visits of a contender together. Steps before PowerSGD compresses are not its own."""
     skipped = powersgd_start(steps) - _UNCOUNTED if way.wire.startswith("powersgd") else 0
     samples = [second for visit in visits for second in visit.times.samples[skipped:]]
-    return Measured(Stats.of(samples), sum(visit.wrong for visit in visits), 1, visits[-1].figures)
+    costs = [cost for visit in visits for cost in visit.costs[skipped:]]
+    return Measured(Stats.of(samples), sum(visit.wrong for visit in visits), 1, visits[-1].figures, costs)
 
 
 def _step_row(arguments: argparse.Namespace, way: Way, found: dict[Way, Measured], nbytes: int) -> Row:
@@ -154,6 +156,8 @@ def _step_row(arguments: argparse.Namespace, way: Way, found: dict[Way, Measured
         more |= {"compute_s": compute.median, "exposed_s": exposed, "exposed_share": exposed / mine.times.median}
         others = [one.times.median for other, one in found.items() if other.is_torch]
         more |= {"best_ratio": min(others) / mine.times.median} if others and not way.is_torch else {}
+        if not (way.is_torch or way.plane in AMONG_MEMBERS):
+            more["coordinator_s"] = median(cost.coordinator for cost in mine.costs)
     limit = max(compute.median, _link_seconds(arguments, way, mine.figures))
     return Row(
         "step",
