@@ -222,12 +222,14 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
-        start, stop = command.first, command.first + numel // self._parts
-        self._comparison = self._comparison_of(command, range(start, stop, self._step // self._parts), stop)
+        self._comparison: Comparison | None = None
+        if command.measures is not None:
+            stop = command.first + numel // self._parts
+            self._comparison = Comparison(command, command.measures, self._starts(command, stop), stop, self._parts)
 
-    def _comparison_of(self, command: Reduce, starts: Sequence[int], stop: int) -> Comparison | None:
-        """Return the comparison of contributions to blocks, which begin with these elements of the bucket, if any."""
-        return None if command.measures is None else Comparison(command, command.measures, starts, stop, self._parts)
+    def _starts(self, command: Reduce, stop: int) -> Sequence[int]:
+        """Return the first element of each block in the bucket, of which the reduction ends at element ``stop``."""
+        return range(command.first, stop, self._step // self._parts)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -354,8 +356,10 @@ class _Sieve(_Job):
         self._findings: list[Finding] = []
         self.blocks, self._of_slice = len(self._spans), 1
         self._squares = [None] * (0 if command.squares is None else self.blocks)
-        starts = [command.first + start for start, _ in self._spans]
-        self._comparison = self._comparison_of(command, starts, command.first + self._spans[-1][1])
+
+    def _starts(self, command: Reduce, stop: int) -> Sequence[int]:  # noqa: ARG002  (as in `_Job`)
+        """Return the first element of each slice."""
+        return [command.first + start for start, _ in command.spans]
 
     def outcome(self) -> Outcome:
         """Return the result, with the findings."""
