@@ -145,22 +145,21 @@ class Comparison:
         command: the reduction.
         measures: what is to be measured of it.
         starts: the first element of each block in the bucket.
-        stop: the element behind the last block.
         parts: values of an element.
 
     Attributes:
         thresholds: for each block the sum of squares of its mean above which it is to be looked at.
     """
 
-    def __init__(self, command: Reduce, measures: Measures, starts: Sequence[int], stop: int, parts: int) -> None:
+    def __init__(self, command: Reduce, measures: Measures, starts: Sequence[int], parts: int) -> None:
         self._command, self._measures, self._parts = command, measures, parts
-        self._starts, self._stop = starts, stop
+        self._starts, self._stop = starts, command.first + command.numel
         self.thresholds = list(map(_limits_of(measures).get, starts, repeat(_DUE)))
         if not starts:
             return
         stride, turn, unit, _, _ = measures
         first = starts[0] // unit
-        for its_turn in range((first + -(first + turn) % stride) * unit, stop, stride * unit):
+        for its_turn in range((first + -(first + turn) % stride) * unit, self._stop, stride * unit):
             begin = max(bisect_right(starts, its_turn) - 1, 0)
             for block in range(begin, bisect_left(starts, its_turn + unit)):
                 self.thresholds[block] = _DUE

@@ -222,14 +222,11 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
-        self._comparison: Comparison | None = None
-        if command.measures is not None:
-            stop = command.first + numel // self._parts
-            self._comparison = Comparison(command, command.measures, self._starts(command, stop), stop, self._parts)
+        self._look = command.measures and Comparison(command, command.measures, self._starts(command), self._parts)
 
-    def _starts(self, command: Reduce, stop: int) -> Sequence[int]:
-        """Return the first element of each block in the bucket, of which the reduction ends at element ``stop``."""
-        return range(command.first, stop, self._step // self._parts)
+    def _starts(self, command: Reduce) -> Sequence[int]:
+        """Return the first element of each block in the bucket."""
+        return range(command.first, command.first + command.numel, self._step // self._parts)
 
     def outcome(self) -> Outcome:
         """Return the outcome, once every block is combined."""
@@ -270,7 +267,7 @@ class _Job:
             digests.found.extend([*hashed, (RESULT, digest(result, at))])
         if self._squares and self._squares[block] is None:
             self._squares[block] = squares(self._widen(result))
-        if (look := self._comparison) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
+        if (look := self._look) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
             look.compare(block, list(rows.values()), rows, result, known[0])
 
     def _mean(
@@ -357,7 +354,7 @@ class _Sieve(_Job):
         self.blocks, self._of_slice = len(self._spans), 1
         self._squares = [None] * (0 if command.squares is None else self.blocks)
 
-    def _starts(self, command: Reduce, stop: int) -> Sequence[int]:  # noqa: ARG002  (as in `_Job`)
+    def _starts(self, command: Reduce) -> Sequence[int]:
         """Return the first element of each slice."""
         return [command.first + start for start, _ in command.spans]
 
