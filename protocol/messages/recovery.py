@@ -90,7 +90,7 @@ from enum import IntEnum
 from typing import Annotated, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.checks import integer, listed, text
+from gradserver.protocol.checks import listed, text
 from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
@@ -163,14 +163,11 @@ class Holding(MessageKind):
         generation: that of the Resumed.
         round: the first round of which it lacks a result, or the RoundDone.
         weight: with which it takes part in that round; 0 if it has pushed nothing of it.
-        before: the section of the round before, of which it holds results at any shard; -1 if it holds none. A shard
-            that has no part of that section hears of it here only.
     """
 
     generation: Count
     round: Stated
     weight: Weight
-    before: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
 
 
 @message(26)
@@ -228,6 +225,9 @@ class State(IntEnum):
     """The member is done with it, as it failed. The latest of these, too."""
     CHANGED = 4
     """The same, and with a MembershipChangedError: if any member calls again, all do."""
+    ELSEWHERE = 5
+    """The member holds results of this bucket's section in that round, all of them at other shards. One bucket of each
+    such round is named, as its slice 0. A shard that has no part of a section hears of that here only."""
 
 
 class Span(NamedTuple):
@@ -320,7 +320,7 @@ def _span(
     nbytes: int,
 ) -> Span:
     if (
-        state > State.CHANGED
+        state > State.ELSEWHERE
         or stream > _LAST_STREAM
         or max(number, part) > MAX_COUNTER
         or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE
