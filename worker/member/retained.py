@@ -13,7 +13,7 @@ the coordinator says which rounds all members have applied (`Granted`).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -226,10 +226,11 @@ class Retained:
 
     def _elsewhere(self, shard: int) -> Iterable[ExchangeKey]:
         """Give one bucket of each round of which results of other shards are kept, and none of ``shard``'s."""
-        found: dict[int, dict[int, ExchangeKey]] = {}
-        for there in (*self._buckets.values(), *self._older.values()):
-            for result, _, whose in there.values():
-                found.setdefault(result.key.number, {})[whose] = result.key
+        found: defaultdict[int, dict[int, ExchangeKey]] = defaultdict(dict)
+        kept = [one for slices in self._buckets.values() for one in slices.values()]
+        kept += [one for there in self._older.values() for one in there.values()]
+        for result, _, whose in kept:
+            found[result.key.number][whose] = result.key
         return [next(iter(keys.values())) for keys in found.values() if shard not in keys]
 
 
