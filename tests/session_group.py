@@ -104,7 +104,7 @@ class Node:
     began: float = 0.0
     """Time at which it was let in."""
     left: int = 0
-    """Rounds that were left in the program when it was let in."""
+    """Rounds that were left in the program when it was ready to get the state."""
 
     @property
     def stage(self) -> Stage:
@@ -146,11 +146,11 @@ class Node:
         wish = Join("default", self.name, self.rank, 0 if self.rank < 0 else group.size, TIMEOUT)
         self.worker = worker = join(Wish(URL, wish, "tcp", "fp32", PATIENCE))
         self.began = group.world.now
-        self.left = group.rounds - len(group.world.ends)
         worker.serve_state(self._snapshot)
         for plan in group.plans:
             self.agreements.append(worker.agree_beside(plan))
         if worker.joins:
+            self.left = group.rounds - len(group.world.ends)
             number = worker.enter(self._install, self.waits)
             assert number == worker.round
             self.at = group.place_of_round(number)
