@@ -77,6 +77,7 @@ Guarantees
 - The connections to all data shards are one. A member that loses one of them makes all anew. Behind Resumed it says
   Attend to each shard, with the ``generation`` for an epoch.
 - All waits end: a member that does not come back, or does not say Holding, departs. The others hear of it (Membership).
+  If the group breaks because of that, they get the error as a Failure of scope CONNECTION.
 - A member of a group that is not durable is out when its connection breaks. It says Resume too, to hear that
   from a coordinator that lives: LeftOutError.
 """
