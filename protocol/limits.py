@@ -11,7 +11,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-PROTOCOL_VERSION: Final = 15
+PROTOCOL_VERSION: Final = 16
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB

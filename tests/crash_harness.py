@@ -337,12 +337,6 @@ class Durable(Member):
                 state = State.HELD if index in task.answers else State.LACKING
                 yield Span(state, task.key, index, index + 1, (), self.size(task, index))
 
-    def section_before(self, number: int) -> int:
-        """Return the section of the round before ``number``, if it holds any of that; -1 if it holds nothing."""
-        held = (part for (part, _), (latest, _, _) in self.kept.items() if latest == number - 1)
-        some = next(held, None)
-        return -1 if some is None else self.cluster.plan.section_of(some).number
-
     def size(self, task: Task, index: int) -> int:
         """Return the bytes of the result of a slice, which it keeps or lacks."""
         if index not in task.answers:
@@ -487,7 +481,7 @@ class Crashing(Cluster):
         self.say_again(member)
         self.harness.receive(
             member.connection,
-            Holding(member.version, member.round, member.weight(), member.section_before(member.round)),
+            Holding(member.version, member.round, member.weight()),
             pack_spans(member.spans()),
         )
 

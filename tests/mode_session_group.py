@@ -261,14 +261,21 @@ class ModeGroup(Group):
             assert counted <= cohort.keys(), f"round {number} counts {counted}, and was granted to {cohort.keys()}"
             assert not cohort.keys() & set(begun[number].others)
             assert self.bound is None or all(self.staleness(number, one) <= self.bound for one in cohort.values())
-            made = Counter(version for (_, to), (_, version) in self.gave.items() if to == number)
-            granted = self._granted(number)
+            made, granted = self._made(number), self._granted(number)
             assert made <= granted, f"round {number} has contributions of {made}, and was granted to {granted}"
 
-    def _granted(self, number: int) -> Counter[int]:
-        """Return the versions of contributions to a round. It begins anew if all that had the one before are lost."""
+    def _made(self, number: int) -> Counter[tuple[int, int]]:
+        """Return the member and the version of each contribution to a round."""
+        ids = {node.uid: node.member_id for node in [*self.nodes, *self.dead] if node.worker is not None}
+        return Counter((ids[uid], version) for (uid, to), (_, version) in self.gave.items() if to == number)
+
+    def _granted(self, number: int) -> Counter[tuple[int, int]]:
+        """Return the members and versions that a round was granted to.
+
+        It begins anew if all members are lost that had the results of the one before.
+        """
         begun = (one for one in self.world.harness.records if isinstance(one, Begun) and one.round == number)
-        return Counter(version for cohort in {one.cohort for one in begun} for _, version in cohort)
+        return Counter(granted for cohort in {one.cohort for one in begun} for granted in cohort)
 
 
 class MeetingNode(ModeNode):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradserver.engine.policy import Policy
-from gradserver.engine.records import Boundary, Round, RoundRecord
+from gradserver.engine.records import Boundary, Epoch, Round, RoundRecord
 from gradserver.protocol.dtypes import dtype_of
 from gradserver.protocol.errors import (
     ConnectionLostError,
@@ -104,7 +104,7 @@ class Node:
     began: float = 0.0
     """Time at which it was let in."""
     left: int = 0
-    """Rounds that were left in the program when it was let in."""
+    """Rounds that were left in the program when it was ready to get the state."""
 
     @property
     def stage(self) -> Stage:
@@ -146,11 +146,11 @@ class Node:
         wish = Join("default", self.name, self.rank, 0 if self.rank < 0 else group.size, TIMEOUT)
         self.worker = worker = join(Wish(URL, wish, "tcp", "fp32", PATIENCE))
         self.began = group.world.now
-        self.left = group.rounds - len(group.world.ends)
         worker.serve_state(self._snapshot)
         for plan in group.plans:
             self.agreements.append(worker.agree_beside(plan))
         if worker.joins:
+            self.left = group.rounds - len(group.world.ends)
             number = worker.enter(self._install, self.waits)
             assert number == worker.round
             self.at = group.place_of_round(number)
@@ -521,6 +521,8 @@ class Group:
         if node.worker is None or not isinstance(node.error, LeftOutError):
             return False
         number, everybody = node.worker.round, [*self.nodes, *self.dead]
+        if f"no member has round {number} for it any more" not in node.error.message:
+            return False
         learnt = any(other.rank < 0 and min(other.rounds, default=0) > number for other in everybody)
         return learnt and not any(number in other.rounds for other in self.nodes)
 
@@ -625,24 +627,28 @@ class Group:
         to_the_end = [
             node for node in finished if self.rounds - 1 in node.rounds and node.rounds[self.rounds - 1].counts
         ]
-        epochs = {node.worker.epoch for node in to_the_end if node.worker is not None}
-        assert len(epochs) <= 1 or epochs <= self._epochs_behind(self.rounds - 1), "members are in different epochs"
+        there = [node for node in to_the_end if not self._left_before_end(node, self.rounds - 1)]
+        epochs = {node.worker.epoch for node in there if node.worker is not None}
+        assert len(epochs) <= 1, "members are in different epochs"
         for node in self.nodes:
             for number, results in node.rounds.items():
-                end = self.world.harness.ends[number]  # a late member that resumes hears of the membership of then
-                ends = self._epochs_behind(number) if number == self.rounds - 1 else {end}
-                assert not results.counts or results.epoch in ends or (results.epoch > end and not self.is_patient), (
+                end = self.world.harness.ends[number]
+                is_late = results.epoch > end and not self.is_patient  # it resumes, and hears of the membership of then
+                is_right = results.epoch == end or is_late or self._left_before_end(node, number)
+                assert not results.counts or is_right, (
                     f"{node.name} is in another epoch behind round {number} than the ledger says"
                 )
 
-    def _epochs_behind(self, number: int) -> set[int]:
-        """Return the epochs that were ever in force behind a round.
+    def _left_before_end(self, node: Node, number: int) -> bool:
+        """Tell whether a node has heard an earlier end of a round than the last one, and was gone by then.
 
-        The others may be told once more that the last round is over when a member that has heard that has left.
+        When all members are gone that have heard that a round is over, the others may hear of a later epoch behind it.
         """
-        records = self.world.harness.records
+        records, told, end = self.world.harness.records, node.rounds[number].epoch, self.world.harness.ends[number]
         done = {one.epoch for one in records if isinstance(one, Round) and one.record.round == number}
-        return done | {one.epoch for one in records if isinstance(one, Boundary) and one.round == number}
+        done |= {one.epoch for one in records if isinstance(one, Boundary) and one.round == number}
+        members = [one.members for one in records if isinstance(one, Epoch) and one.epoch == end]
+        return end != told and told in done and bool(members) and node.member_id not in dict(members[-1])
 
     def _check_collectives(self) -> None:
         for place, act in enumerate(self.program):

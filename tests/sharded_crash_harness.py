@@ -333,10 +333,17 @@ class Spread(Durable):
         return begun[0].weight if begun else 0.0
 
     def spans_of(self, place: int) -> Iterator[Span]:
-        """Yield what it holds of a shard's slices."""
+        """Yield what it holds of a shard's slices, and in which rounds it holds other shards' only."""
+        here, elsewhere = set[int](), dict[int, Span]()
         for span in self.spans():
-            if span.state in (State.FAILED, State.CHANGED) or self.spread.place_of(self, span) == place:
+            is_here = span.state in (State.FAILED, State.CHANGED) or self.spread.place_of(self, span) == place
+            if is_here:
                 yield span
+            if span.key.stream == Stream.BUCKET and is_here:
+                here.add(span.key.number)
+            elif span.key.stream == Stream.BUCKET:
+                elsewhere[span.key.number] = Span(State.ELSEWHERE, span.key, 0, 1)
+        yield from (span for number, span in elsewhere.items() if number not in here)
 
 
 class Sharded(Crashing):
@@ -541,8 +548,7 @@ class Sharded(Crashing):
         member.said[place] = member.version
         if place == 0:
             self.say_again(member)
-        before = member.section_before(member.said_round)
-        holding = Holding(member.version, member.said_round, member.weight(), before)
+        holding = Holding(member.version, member.said_round, member.weight())
         self.say_to(member, place, holding, pack_spans(member.spans_of(place)))
 
     def tell(self, member: Member, message: Message) -> None:

@@ -28,6 +28,7 @@ from gradserver.protocol.errors import (
     MembershipChangedError,
     NonFiniteError,
     ProtocolError,
+    WorkerLeftError,
 )
 from gradserver.protocol.exchange import STATE_TAG, ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
@@ -36,12 +37,14 @@ from gradserver.protocol.messages import (
     Enlist,
     Enter,
     Failure,
+    Leave,
     Membership,
     Propose,
     Push,
     Ready,
     Result,
     RoundDone,
+    Scope,
     Serve,
     Split,
     Welcome,
@@ -803,6 +806,25 @@ def test_a_member_that_comes_back_and_then_says_nothing_is_left_out() -> None:
     assert Standing(2, 0) in group.told(1)
 
 
+def test_members_hear_at_once_that_their_group_breaks_in_a_recovery() -> None:
+    group = Group(3, policy=Policy(3, 3))
+    group.harness.restart()
+    for rank in range(3):
+        group.resume(rank)
+    group.hold(0, 0)
+    group.told(0)
+
+    group.harness.receive(BACK + 2, Leave("done"))
+
+    assert group.state() == "broken"
+    for rank in range(2):
+        assert [type(error) for error in errors(group.told(rank))] == [WorkerLeftError], "it waits for Standing"
+
+
+def errors(messages: list[object]) -> list[GradServerError]:
+    return [one.exception() for one in messages if isinstance(one, Failure) and one.scope is Scope.CONNECTION]
+
+
 def test_a_group_that_was_halted_stays_so() -> None:
     group = Group()
     group.harness.books.apply(Dated(0.0, Halt("default", 1, 0, "NonFiniteError", "NaN")))
@@ -820,6 +842,9 @@ def test_a_group_that_was_halted_stays_so() -> None:
         [Span(State.HELD, bucket(3, 0), 0, 2)],
         [Span(State.HELD, bucket(3)._replace(source=0, target=1), 0, 1)],
         [Span(State.LACKING, bucket(3, 0), 0, 1)],
+        [Span(State.ELSEWHERE, bucket(3, 0), 0, 2)],
+        [Span(State.ELSEWHERE, bucket(3, 2), 0, 1)],
+        [Span(State.ELSEWHERE, bucket(3)._replace(stream=1), 0, 1)],
         [Span(State.LACKING, bucket(3)._replace(stream=1), 0, 2**32 - 1)],
         [Span(State.HELD, bucket(3)._replace(stream=2, source=0, target=2), 0, 1)],
     ],

@@ -265,7 +265,7 @@ def test_in_a_recovery_it_says_what_it_holds_and_pushes_again_what_has_no_result
     durable.recovery.restate(standing)
     holding, spans = durable.holds()
 
-    assert holding == Holding(1, 0, 1.0, -1)
+    assert holding == Holding(1, 0, 1.0)
     assert [(span.state, span.first, span.stop) for span in spans] == [(State.HELD, 1, 2)]
     assert durable.recovery.holdings() == [], "that is said once"
     assert durable.recovery.stands(primary, 0)

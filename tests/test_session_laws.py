@@ -405,6 +405,21 @@ def test_a_shard_without_a_push_of_a_closed_round_knows_its_module(seed: int) ->
     check(script_of_promotions(seed))
 
 
+@pytest.mark.parametrize("seed", [7511])
+def test_a_member_that_lacks_a_round_is_left_out_if_no_member_knows_its_module(seed: int) -> None:
+    check(script_of_slow_ways(seed))
+
+
+@pytest.mark.parametrize("seed", [30145])
+def test_a_member_gets_the_results_of_a_round_before_its_first_one_that_is_done_again(seed: int) -> None:
+    check(script_of_promotions(seed))
+
+
+@pytest.mark.parametrize("seed", [5538])
+def test_a_member_may_die_while_it_leaves_last(seed: int) -> None:
+    check(script_of_slow_ways(seed))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:

@@ -38,7 +38,7 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
-from gradserver.protocol.messages.recovery import Holding, Resumed, Standing, State, unpack_spans
+from gradserver.protocol.messages.recovery import Holding, Resumed, Span, Standing, State, unpack_spans
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.clock import Clock
 from gradserver.worker.handle import Handle
@@ -375,6 +375,17 @@ def test_a_member_that_lacks_frames_does_not_know_their_size(durable: tuple[Sess
 
     said = [payloads[0] for message, payloads in tape.sent if isinstance(message, Holding)]
     assert [span.nbytes for payload in said for span in unpack_spans(payload)] == [0]
+
+
+def test_a_member_tells_a_shard_of_rounds_of_which_it_holds_results_of_others_only() -> None:
+    retained = Retained(CREDIT)
+    for number, part, shard in ((3, 0, 0), (3, 1, 1), (4, 2, 0)):
+        result = Result(bucket(number, part), 0, 3.0, True, without=(1,))
+        retained.keep_slice(0, Kept(result, b"1234", shard), number)
+
+    here = [Span(State.HELD, bucket(3, 1), 0, 1), Span(State.ELSEWHERE, bucket(4, 2), 0, 1)]
+    assert list(retained.spans(1)) == here
+    assert {span.state for span in retained.spans(0)} == {State.HELD}
 
 
 def test_a_result_can_be_fetched_when_its_collective_has_failed_at_another_shard_meanwhile() -> None:

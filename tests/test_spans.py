@@ -93,7 +93,7 @@ def test_a_table_of_weights_that_is_none_is_named(data: bytes, message: str) -> 
 @pytest.mark.parametrize(
     "values",
     [
-        (5, 0, 1, 0, -1, -1, 0, 1),
+        (6, 0, 1, 0, -1, -1, 0, 1),
         (1, 3, 1, 0, -1, -1, 0, 1),
         (1, 0, MAX_COUNTER + 1, 0, -1, -1, 0, 1),
         (1, 0, 1, MAX_COUNTER + 1, -1, -1, 0, 1),

@@ -77,6 +77,7 @@ Guarantees
 - The connections to all data shards are one. A member that loses one of them makes all anew. Behind Resumed it says
   Attend to each shard, with the ``generation`` for an epoch.
 - All waits end: a member that does not come back, or does not say Holding, departs. The others hear of it (Membership).
+  If the group breaks because of that, they get the error as a Failure of scope CONNECTION.
 - A member of a group that is not durable is out when its connection breaks. It says Resume too, to hear that
   from a coordinator that lives: LeftOutError.
 """
@@ -90,7 +91,7 @@ from enum import IntEnum
 from typing import Annotated, Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.checks import integer, listed, text
+from gradserver.protocol.checks import listed, text
 from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
@@ -163,14 +164,11 @@ class Holding(MessageKind):
         generation: that of the Resumed.
         round: the first round of which it lacks a result, or the RoundDone.
         weight: with which it takes part in that round; 0 if it has pushed nothing of it.
-        before: the section of the round before, of which it holds results at any shard; -1 if it holds none. A shard
-            that has no part of that section hears of it here only.
     """
 
     generation: Count
     round: Stated
     weight: Weight
-    before: Annotated[int, Field(integer(-1, MAX_COUNTER))] = -1
 
 
 @message(26)
@@ -228,6 +226,9 @@ class State(IntEnum):
     """The member is done with it, as it failed. The latest of these, too."""
     CHANGED = 4
     """The same, and with a MembershipChangedError: if any member calls again, all do."""
+    ELSEWHERE = 5
+    """The member holds results of this bucket's section in that round, all of them at other shards. One bucket of each
+    such round is named, as its slice 0. A shard that has no part of a section hears of that here only."""
 
 
 class Span(NamedTuple):
@@ -320,7 +321,7 @@ def _span(
     nbytes: int,
 ) -> Span:
     if (
-        state > State.CHANGED
+        state > State.ELSEWHERE
         or stream > _LAST_STREAM
         or max(number, part) > MAX_COUNTER
         or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE

@@ -129,7 +129,7 @@ class Recovery:
         if not member.identity.membership.late:  # it is told again, and perhaps with a later epoch
             rounds.announced.begin_again(number)
         weight = rounds.weight if rounds.pushed and number == rounds.number else 0.0
-        holding = Holding(self.generation, number, weight, self._section_of(number - 1))
+        holding = Holding(self.generation, number, weight)
         return [(shard.number, holding, pack_spans(inventory.spans(shard))) for shard in shards]
 
     def _take_back(self) -> None:

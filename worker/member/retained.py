@@ -13,7 +13,7 @@ the coordinator says which rounds all members have applied (`Granted`).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -213,6 +213,8 @@ class Retained:
         for number in sorted(self._older, reverse=True):
             there = sorted(which for which, kept in self._older[number].items() if kept.shard == shard)
             yield from runs(_held(self._older[number][which].result, which[1]) for which in there)
+        for key in self._elsewhere(shard):
+            yield Span(State.ELSEWHERE, key, 0, 1)
         for (_, whose), past in self._past.items():
             if whose == shard:
                 yield from runs(sorted(_held(one.kept.result, one.kept.result.slice, one.kept.payload) for one in past))
@@ -221,6 +223,15 @@ class Retained:
                 yield from runs(Span(State.OVER, key, index, index + 1) for index in sorted(over))
         for key, state in self._failed.items():
             yield Span(state, key, 0, 1)
+
+    def _elsewhere(self, shard: int) -> Iterable[ExchangeKey]:
+        """Give one bucket of each round of which results of other shards are kept, and none of ``shard``'s."""
+        found: defaultdict[int, dict[int, ExchangeKey]] = defaultdict(dict)
+        kept = [one for slices in self._buckets.values() for one in slices.values()]
+        kept += [one for there in self._older.values() for one in there.values()]
+        for result, _, whose in kept:
+            found[result.key.number][whose] = result.key
+        return [next(iter(keys.values())) for keys in found.values() if shard not in keys]
 
 
 def _keep_latest(found: dict[Any, Any]) -> None:

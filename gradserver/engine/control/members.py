@@ -120,18 +120,28 @@ def _break_without(group: Group, member_id: int, reason: str, politely: bool, ef
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _break(group: Group, error: GradServerError, effects: Effects) -> None:
-    """Let the group go no further; the first reason stands."""
-    if group.be_broken(error) and not isinstance(error, WorkerLeftError):
+def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool = False) -> None:
+    """Let the group go no further; the first reason stands. Members hear of it in what they exchange next.
+
+    If the group is ``frozen`` by the loss of a shard, or is in a recovery, they exchange nothing: they are told.
+    """
+    is_new = group.be_broken(error)
+    if is_new and not isinstance(error, WorkerLeftError):
         journal.halted(group, error, effects)
         effects.log(f"group {group.name!r} is broken: {error.message}", warning=True)
     fail_all(group, error, effects)
     turns.broken(group, effects)
-    if group.planes.choice.plane in AMONG_MEMBERS:  # some may wait for the lost one, and for nothing from here
-        failure = Failure.of(error, Scope.EXCHANGE, AMONG)
-        for member in group.members.by_id.values():
-            if member.connection >= 0:
-                effects.send(member.connection, failure)
+    if frozen or (is_new and group.recovery.is_open):
+        _tell(group, Failure.of(error, Scope.CONNECTION), effects)
+    elif group.planes.choice.plane in AMONG_MEMBERS:  # some may wait for the lost one, and for nothing from here
+        _tell(group, Failure.of(error, Scope.EXCHANGE, AMONG), effects)
+
+
+def _tell(group: Group, failure: Failure, effects: Effects) -> None:
+    """Send ``failure`` to all members that have a connection."""
+    for member in group.members.by_id.values():
+        if member.connection >= 0:
+            effects.send(member.connection, failure)
 
 
 def halt(group: Group, error: GradServerError, effects: Effects) -> None:
@@ -139,11 +149,8 @@ def halt(group: Group, error: GradServerError, effects: Effects) -> None:
 
     They wait for what that shard does not say, and would not hear for long that it is frozen.
     """
-    _break(group, error, effects)
+    _break(group, error, effects, frozen=True)
     group.order(Halt(group.name, error, False), effects)
-    failure = Failure.of(error, Scope.CONNECTION)
-    for member in group.members.by_id.values():
-        effects.send(member.connection, failure)
 
 
 def halted(group: Group, error: GradServerError, buckets_only: bool, source: int, effects: Effects) -> None:

@@ -23,6 +23,7 @@ from gradserver.protocol.messages.recovery import Holding, State, unpack_spans
 
 _MAX_LOOSE: Final = 256 * MAX_SLICES
 """Slices of collectives and transfers that one member can speak of."""
+_OF_BUCKETS: Final = (State.HELD, State.ELSEWHERE)
 _MAX_BEFORE: Final = 256 * MAX_SLICES
 """Slices of buckets, of rounds before its own, that one member can speak of."""
 
@@ -30,7 +31,7 @@ _MAX_BEFORE: Final = 256 * MAX_SLICES
 def said(group: Group, member_id: int, holding: Holding, payload: Buffer) -> Holder:
     """Check a Holding against the plan, and return what it says."""
     number, loose, before = holding.round, 0, 0
-    holder = Holder(number, holding.weight, holding.before)
+    holder = Holder(number, holding.weight)
     own = 0 if group.recovery is None else group.recovery.own
     bounds = {part: (start, stop) for part, start, stop in shares(group)}
     earliest, latest = number - 1, number
@@ -41,11 +42,14 @@ def said(group: Group, member_id: int, holding: Holding, payload: Buffer) -> Hol
             if key.number < group.planned or not earliest <= key.number <= latest:
                 continue  # of another plan, or a round that no member lacks
             start, end = bounds.get(key.part, (0, 0))
-            right = state is State.HELD and start <= first and stop <= end and key[3:] == (-1, -1)
+            if state is State.ELSEWHERE:
+                start, end = 0, int(group.plan is not None and not group.plan.is_vacant(key.part))
+            right = state in _OF_BUCKETS and start <= first and stop <= end and key[3:] == (-1, -1)
             before += stop - first if key.number < number - 1 else 0
         else:
             loose += stop - first
             right = member_id in key[3:] if key.stream == TRANSFER else key[3:] == (-1, -1)
+            right = right and state is not State.ELSEWHERE
         if before > _MAX_BEFORE:
             raise LimitExceededError(
                 f"{group.call(member_id)} speaks of more than {_MAX_BEFORE} slices of earlier rounds"
@@ -74,15 +78,9 @@ def shares(group: Group) -> Iterator[tuple[int, int, int]]:
 
 
 def places(group: Group, number: int, holders: Collection[Holder]) -> Iterable[Place]:
-    """Yield all slices of a round: of the section of which a member holds something, or else of all."""
-    plan = group.plan
-    held = (key.part for one in holders for key in one.slices[State.HELD] if key[:2] == (BUCKET, number))
-    said = (one.before for one in holders if one.round == number + 1 and one.before >= 0)
-    some, other = next(held, None), next(said, -1)
-    section = None if plan is None else plan.section_of(some) if some is not None else plan.section(other)
-    if section is None and plan is not None and len(plan.each) > 1 and group.order.lateness is not None:
-        return  # of another section, in which this shard may have no part
-    parts = None if section is None else section.parts
+    """Yield all slices of a round: of the section of which a member holds something at any shard, or else of all."""
+    some = next((part for one in holders if (part := one.bucket_of(number)) is not None), None)
+    parts = None if some is None or group.plan is None else group.plan.section_of(some).parts
     for part, start, stop in shares(group):
         if parts is None or part in parts:
             key = ExchangeKey(BUCKET, number, part)

@@ -88,6 +88,10 @@ class Learners:
         self.first_rounds.pop(member_id, None)
         self.states.pop(member_id, None)
 
+    def early(self, member_ids: Iterable[int], number: int) -> list[int]:
+        """Return those of ``member_ids`` that contribute to rounds behind ``number`` only."""
+        return [member_id for member_id in member_ids if self.first_rounds.get(member_id, -1) > number]
+
     def is_learner(self, member_id: int) -> bool:
         """Tell whether ``member_id`` is a learner's still."""
         return self.since.get(member_id) == NOT_YET

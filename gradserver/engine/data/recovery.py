@@ -22,7 +22,8 @@ they hold. It is the same whether the coordinator was lost with its tables or on
     PRESENT     slices of R that some hold, others lack   PRESENT     Fetch, and with the answer Result
     PRESENT     the same, of collectives and transfers    PRESENT     the same
     PRESENT     … failed; one is done, and none holds it  PRESENT     Failure to members that lack it
-    PRESENT     no member lacks what others hold          (none)      Standing to all: what none holds is open
+    PRESENT     no member lacks what others hold          (none)      Standing to all: what none holds is open. Members
+                                                                      with a later first round are sent the results
     any         a connection breaks                       COLLECTING  its Holding is forgotten, and waited for
     any         a learner departs                         (the same)  it holds nothing: what was found out stands
     any         no progress for the group's timeout       COLLECTING  members that it waits for are left out
@@ -314,6 +315,7 @@ def _stand(group: Group, recovery: Recovery, now: float, effects: Effects) -> No
     """Go on: each member has what any member has."""
     holders, number = recovery.holders, recovery.round
     group.resume(number)
+    group.listeners.begin(group.learners.early(group.members.present, number), number)
     group.stragglers.completed(number - 1)
     done: list[int] = []
     found: dict[int, frozenset[int]] = {}

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import ExchangeKey
+from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.messages import Result
 from gradserver.protocol.messages.recovery import State
 
@@ -29,8 +29,6 @@ class Holder:
 
     round: int
     weight: float
-    before: int = -1
-    """Section of the round before; -1 if it does not know."""
     slices: dict[State, dict[ExchangeKey, set[int]]] = field(
         default_factory=lambda: {state: defaultdict(set) for state in State}
     )
@@ -43,6 +41,11 @@ class Holder:
     def has(self, state: State, place: Place) -> bool:
         """Tell whether it has a slice in this state."""
         return place[1] in self.slices[state].get(place[0], ())
+
+    def bucket_of(self, number: int) -> int | None:
+        """Return a bucket that was exchanged in round ``number``, if it holds anything of that at any shard."""
+        held = (key for state in (State.HELD, State.ELSEWHERE) for key in self.slices[state])
+        return next((key.part for key in held if key[:2] == (BUCKET, number)), None)
 
     def has_failed(self, key: ExchangeKey) -> bool:
         """Tell whether ``key`` has failed at it."""
