@@ -296,12 +296,11 @@ class _Job:
         if (kernel := active().average.get(self._dtype.name)) is None:
             return None
         size = given[0][1].size
-        total = self._total if self._total is not None else scratch(0, size, self._stored)
-        arrived = NONE if self._is_plain or not self._squares else scratch(1, size, np.float32)
+        total, arrived = scratch(0, size, self._stored), scratch(1, size, np.float32) if self._squares else NONE
         rows = Given.of([row for _, row in given], [] if equal else [weight for weight, _ in given], divisor)
         if kernel(rows, 0, size, NONE, NONE, total.view(np.uint8), arrived) < 0:
             return None
-        if arrived.size:
+        if self._squares:
             self._squares[block] = squares(arrived)
         return total
 

@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
             in other memory, or `NONE` for none. The last array gets the result as it is decoded, unless it is `NONE`.
             It returns about the sum of squares of the mean as it was before its encoding. Less than 0 says that a
             number on the way is not finite: what was written is void then.
-        average: the same for a mean in the type of its elements, which has no residuals.
+        average: the same for a mean in the type of its elements of 16 bits, which has no residuals.
         hand_out: compute such a mean, and write it to all targets, which are given by their addresses, and may be where
             contributions lie. Given are the place of the block behind all addresses, in bytes, and its elements. It
             returns how many are done: all, or those in front of some among which one is not finite.
