@@ -35,8 +35,8 @@ def _combine(
     return float(means.combine(kind, size, *rows, before, after, out, arrived))
 
 
-def _hand_out(kind: int, given: Given, targets: Words, offset: int, size: int) -> int:
-    more = offset, given.weights, *_divide(given.divisor)
+def _hand_out(kind: int, given: Given, targets: Words, offset: int, size: int, limit: float) -> int:
+    more = offset, given.weights, *_divide(given.divisor), limit
     return int(means.hand_out(kind, size, given.addresses, targets, *more))
 
 
