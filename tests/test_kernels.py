@@ -223,12 +223,10 @@ def test_means_of_elements_have_the_same_bits(
     assert found[0] == found[1]
 
 
-def made_for(
-    memory: Sequence[Buffer | None], targets: Sequence[Buffer], dtype: str, numel: int, policy: OnNonFinite, **more: Any
-) -> Reduce:
-    """Make the reduction of contributions of equal weight, with its result in ``targets`` alone."""
-    made = command(memory, [1.0] * len(memory), None, dtype, numel, None, policy, 0)
-    return made._replace(**{"targets": targets, "keep": False, "squares": None, **more})
+def in_place(memory: Sequence[Buffer], numel: int, policy: OnNonFinite) -> Reduce:
+    """Make the reduction of contributions of equal weight, with its result where they lie."""
+    made = command(memory, [1.0] * len(memory), None, "float32", numel, None, policy, 0)
+    return made._replace(targets=memory, keep=False, squares=None)
 
 
 @given(
@@ -252,7 +250,7 @@ def test_results_that_are_written_to_all_members_have_the_same_bits(
     is_measured: bool,
     data: st.DataObject,
 ) -> None:
-    parts, in_place = 2 if dtype.startswith("complex") else 1, data.draw(st.booleans(), label="in place")
+    parts, is_there = 2 if dtype.startswith("complex") else 1, data.draw(st.booleans(), label="in place")
     weighed = [data.draw(weights, label="weight") for _ in range(count)]
     given = [elements(row, dtype).tobytes() for row in rows_of(data, count, numel * parts)]
     absent = {1} if count > 2 and data.draw(st.booleans(), label="gives nothing") else set()
@@ -266,7 +264,7 @@ def test_results_that_are_written_to_all_members_have_the_same_bits(
     counted = table._replace(hand_out={dtype: counting} if dtype in table.hand_out else {})
     for one in (NUMPY, counted):
         memory = [bytearray(payload) for payload in given]
-        targets = memory if in_place else [bytearray(len(payload)) for payload in given]
+        targets = memory if is_there else [bytearray(len(payload)) for payload in given]
         rows = [None if place in absent else payload for place, payload in enumerate(memory)]
         made = command(rows, weighed, None, dtype, numel, None, policy, 0)
         operation = operation_of(Kind.ALL_REDUCE, op, dtype_of(dtype), numel)
@@ -300,7 +298,7 @@ def test_contributions_that_are_wanted_again_are_not_written_over(table: Kernels
     for policy, count, more in cases:
         memory = [bytearray(row.tobytes()) for row in rows[:count]]
         with using(table._replace(hand_out={"float32": forbidden})):
-            reduce(made_for(memory, memory, "float32", numel, policy, **more))
+            reduce(in_place(memory, numel, policy)._replace(**more))
 
 
 def test_a_value_that_is_not_finite_is_not_written_over(table: Kernels) -> None:
@@ -310,7 +308,7 @@ def test_a_value_that_is_not_finite_is_not_written_over(table: Kernels) -> None:
     rows[1][place] = np.nan
     memory = [bytearray(row.tobytes()) for row in rows]
     with using(table):
-        outcome = reduce(made_for(memory, memory, "float32", numel, OnNonFinite.HALT, squares=[]))
+        outcome = reduce(in_place(memory, numel, OnNonFinite.HALT)._replace(squares=[]))
     assert outcome == NonFinite(1, place, "NaN")
     for row, one in zip(rows, memory, strict=True):
         assert one[4 * place :] == row[place:].tobytes()
@@ -328,9 +326,15 @@ def test_a_block_that_stands_out_is_compared_from_where_that_shows(table: Kernel
         memory = [bytearray(row.tobytes()) for row in rows]
         # With two blocks and a stride of 2^20 units none is due after the first round, in which nothing is known.
         measures = Measures(1 << 20, 1, ALIGNMENT, usual, [])
-        more = {"squares": [], "measures": measures}
+        made = in_place(memory, numel, OnNonFinite.HALT)._replace(squares=[], measures=measures)
         with using(table):
-            assert reduce(made_for(memory, memory, "float32", numel, OnNonFinite.HALT, **more)) is None
+            assert reduce(made) is None
+        plain = command(
+            [row.tobytes() for row in rows], [1.0] * 3, None, "float32", numel, None, OnNonFinite.HALT, round_number
+        )
+        with using(NUMPY):
+            reduce(plain)
+        assert made.squares == plain.squares
         assert all(bytes(one) == expected.tobytes() for one in memory)
         stood_out = [one for one in measures.found if one.stood_out]
         assert len(stood_out) == (round_number == 3)
