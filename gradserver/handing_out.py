@@ -1,8 +1,11 @@
 """A mean or a sum that reaches members while it is computed: one pass over memory reads what they gave, and writes it.
 
 Otherwise a block is computed first, and then written to each member, when what they gave has left the first-level
-cache. This takes less than half of that time. It needs a kernel, and a result of which nothing else is wanted. Nothing
-is written over if values that are not finite must not be passed on: they are found behind others that are written.
+cache. This takes less than half of that time. It needs a kernel.
+
+What members gave is written over. So nothing is handed out of which contributions are wanted afterwards: to leave those
+out that are not finite, to hash them, or to compare them. A block that is compared only if its mean is unusually large
+is handed out up to where that shows; what is left is computed, and compared, in two steps.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gradserver.engine.commands import Reduce
-from gradserver.engine.policy import PROPAGATE
-from gradserver.mean import Array
+from gradserver.mean import Array, types_of, widen
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.kernels import Given, active
+from gradserver.squares import NOTHING, Sum, squares
 
-HandOut = Callable[[slice], slice]
-"""Write a part of the result to all targets, and return what of that part is left to be done otherwise."""
+HandOut = Callable[[int, int, float], tuple[int, Sum]]
+"""Write the result to all targets, from one element up to another, as long as the sum of squares is within a limit.
+
+It returns where it has ended, and the sum of squares of what is written, or `NOTHING` if that is not wanted."""
 
 
 def hand_out_of(
@@ -27,15 +32,12 @@ def hand_out_of(
     targets: Sequence[Array],
     scale: tuple[bool, float, Sequence[float]],
 ) -> HandOut | None:
-    """Return what hands out the result of ``rows``; None if it is kept or looked at, or no kernel computes it.
+    """Return what hands out the result of ``rows``; None if contributions are wanted behind it, or there is no kernel.
 
     ``scale`` has what `gradserver.mean.weigh` says of the weights.
     """
     op, kernel = command.operation.op, active().hand_out.get(command.operation.dtype.name)
-    wanted = command.keep, command.digests, command.squares, command.measures
-    if kernel is None or command.nonfinite is not PROPAGATE or len(rows) < 2:
-        return None
-    if any(one is not None and one is not False for one in wanted):
+    if kernel is None or not targets or command.spans or command.digests is not None or len(rows) < 2:
         return None
     equal, divisor, weights = scale
     if op is Op.SUM and all(row is not None for row in rows):  # adding zeros makes -0 a 0
@@ -45,11 +47,15 @@ def hand_out_of(
     pairs = [(row, weight) for row, weight in zip(rows, weights, strict=True) if row is not None]
     given = Given.of([row for row, _ in pairs], [] if equal else [weight for _, weight in pairs], divisor)
     addresses = np.array([target.ctypes.data for target in targets], np.uint64)
-    numel, itemsize = given.rows[0].size, given.rows[0].itemsize
+    itemsize = given.rows[0].itemsize
 
-    def hand_out(cut: slice) -> slice:
-        stop = min(cut.stop, numel)
-        done = kernel(given, addresses, cut.start * itemsize, stop - cut.start)
-        return slice(cut.start + done, stop)
+    types = types_of(command.operation.dtype, op)
+
+    def hand_out(begin: int, stop: int, limit: float) -> tuple[int, Sum]:
+        end = begin + kernel(given, addresses, begin * itemsize, stop - begin, limit)
+        if command.squares is None or end == begin:
+            return end, NOTHING
+        written = targets[0][begin:end]
+        return end, squares(written if types[0] == types[1] else widen(written, command.operation.dtype, types[0]))
 
     return hand_out

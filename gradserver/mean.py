@@ -94,6 +94,14 @@ def in_range(values: Array, dtype: npt.DTypeLike) -> Array:
     return np.clip(values, -largest, largest).astype(dtype)
 
 
+def mean_in_range(rows: Sequence[tuple[float, Array]], dtype: npt.DTypeLike) -> Array:
+    """Compute the mean of finite numbers that are so large that their sum is not finite, given the share of each."""
+    total: Array = np.zeros(rows[0][1].size, np.float64)
+    for share, row in rows:
+        total += row.astype(np.float64) * share
+    return in_range(total, dtype)
+
+
 def with_one_nan(values: Array) -> Array:
     """Give every NaN in ``values`` the same bits: which of two NaN a sum keeps is the processor's choice."""
     np.copyto(values, np.nan, where=np.isnan(values))

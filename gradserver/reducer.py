@@ -39,8 +39,8 @@ from gradserver.mean import (
     divide,
     first_non_finite,
     fold,
-    in_range,
     is_finite,
+    mean_in_range,
     narrow,
     scratch,
     shares_of,
@@ -57,7 +57,7 @@ from gradserver.protocol.limits import KIB, MIB, SLICE_BYTES
 from gradserver.protocol.means import UNIT
 from gradserver.repeated import compare_repeated
 from gradserver.robust import robust_mean
-from gradserver.squares import Sum, by_slice, squares
+from gradserver.squares import NOTHING, Sum, by_slice, joined, squares
 
 log = logging.getLogger("gradserver")
 
@@ -202,23 +202,21 @@ class _Job:
         self._rows = [None if one.payload is None else np.frombuffer(one.payload, self._stored, numel) for one in given]
         self._weights = [one.weight for one in given]
         self._scale = weigh(self._weights)
-        self.kept: Buffer | None = None
-        self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
-        self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale)
+        self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
+        kept = np.empty(numel, self._stored) if command.keep else None
+        self.kept: Buffer | None = None if kept is None else kept.view(np.uint8).data
+        self._targets += [] if kept is None else [kept]
+        self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale) if command.targets else None
         least = UNIT * self._parts if self._rule.is_robust else 0
-        nbytes = _BLOCK_BYTES if self._hand_out is None else SLICE_BYTES  # no sum has to stay in a cache
+        nbytes = SLICE_BYTES if self._hand_out and command.squares is None else _BLOCK_BYTES  # nothing is read again
         self._step = max(nbytes // max(self._elements.itemsize, self._stored.itemsize), least)
         each = (command.each or SLICE_BYTES // self._dtype.itemsize) * self._parts
         self._step = each if each < numel and each % self._step else self._step  # blocks end where slices do
-        self.blocks = -(-numel // self._step)
-        self._total: Array | None = None  # memory for a sum in one block: the result's own, so that nothing is copied
-        if command.keep:
-            kept = np.empty(numel, self._stored)
-            self.kept = kept.view(np.uint8).data
-            self._targets.append(kept)
-            self._total = kept if self._is_plain and self.blocks == 1 else None
+        self._numel, self.blocks = numel, -(-numel // self._step)
+        # Memory for a sum in one block: the result's own, so that nothing is copied.
+        self._total = kept if self._is_plain and self.blocks == 1 and not self._hand_out else None
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
@@ -236,37 +234,42 @@ class _Job:
 
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result to all targets, unless a value in it is not finite."""
-        cut = slice(block * self._step, (block + 1) * self._step)
-        if self._hand_out is not None and (cut := self._hand_out(cut)).start == cut.stop:
+        start, stop, told = block * self._step, min((block + 1) * self._step, self._numel), NOTHING
+        if self._hand_out and (limit := self._look.thresholds[block] if self._look else math.inf) > 0:
+            start, told = self._hand_out(start, stop, limit)
+        if start == stop:
+            self._squares[block : block + 1] = [told] if self._squares else []
             return None
-        is_whole = self.blocks == 1 and not cut.start
+        cut, is_whole = slice(start, stop), self.blocks == 1 and not start
         rows = self._rows if is_whole else [None if row is None else row[cut] for row in self._rows]
         if self._op is _MEAN:
             result = self._mean(rows, self._scale, block)
             if result is None:
-                return self._blame(rows, cut.start)
+                return self._blame(rows, start)
         elif self._op in FOLDS:
             values = [None if row is None else self._widen(row) for row in rows]
             result = self._narrow(fold(self._op, self._dtype.kind == "c", values))
         else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
-        self._account(block, cut.start, dict(enumerate(rows)), result)
+        self._account(block, start, dict(enumerate(rows)), result, told)
         for target in self._targets:
             if target is not result:
                 target[cut] = result
         return None
 
-    def _account(self, block: int, start: int, rows: Mapping[int, Array | None], result: Array) -> None:
+    def _account(self, block: int, start: int, rows: Mapping[int, Array | None], result: Array, told: Sum) -> None:
         """Hash, measure and compare a block of a result and the contributions to it, by their places, as wanted.
 
-        This comes before the result is written, as a target may be where a contribution lies.
+        This comes before the result is written, as a target may be where a contribution lies. ``told`` are the squares
+        of what is handed out of this block already.
         """
         if (digests := self._digests) is not None:
             at = digests.at + self._first + start * self._stored.itemsize
             hashed = [(self._member_ids[place], digest(row, at)) for place, row in rows.items() if row is not None]
             digests.found.extend([*hashed, (RESULT, digest(result, at))])
-        if self._squares and self._squares[block] is None:
-            self._squares[block] = squares(self._widen(result))
+        if self._squares:
+            own = self._squares[block] or squares(self._widen(result))
+            self._squares[block] = own if told is NOTHING else joined([*told, *own])
         if (look := self._look) and (known := self._squares[block]) and known[0] > look.thresholds[block]:
             look.compare(block, list(rows.values()), rows, result, known[0])
 
@@ -296,12 +299,11 @@ class _Job:
         if (kernel := active().average.get(self._dtype.name)) is None:
             return None
         size = given[0][1].size
-        total = self._total if self._total is not None else scratch(0, size, self._stored)
-        arrived = NONE if self._is_plain or not self._squares else scratch(1, size, np.float32)
+        total, arrived = scratch(0, size, self._stored), scratch(1, size, np.float32) if self._squares else NONE
         rows = Given.of([row for _, row in given], [] if equal else [weight for weight, _ in given], divisor)
         if kernel(rows, 0, size, NONE, NONE, total.view(np.uint8), arrived) < 0:
             return None
-        if arrived.size:
+        if self._squares:
             self._squares[block] = squares(arrived)
         return total
 
@@ -379,7 +381,7 @@ class _Sieve(_Job):
             if self._skips or all(row is None for row in rows.values()):
                 return
             result = self._mean(list(rows.values()), weigh([self._weights[place] for place in rows]), block)
-        self._account(block, start, rows, result)
+        self._account(block, start, rows, result, NOTHING)
         for target in self._targets:
             target[start:stop] = result
 
@@ -393,8 +395,5 @@ class _Sieve(_Job):
             assert made is not None, "all elements are finite"
             return made
         shares = shares_of([self._weights[place] for place in rows])
-        given = [(share, row) for share, row in zip(shares, rows.values(), strict=True) if row is not None]
-        total: Array = np.zeros(given[0][1].size, np.float64)
-        for share, row in given:
-            total += self._widen(row).astype(np.float64) * share
-        return self._narrow(in_range(total, self._elements))
+        given = [(one, self._widen(row)) for one, row in zip(shares, rows.values(), strict=True) if row is not None]
+        return self._narrow(mean_in_range(given, self._elements))

@@ -52,7 +52,7 @@ Largest = Callable[[Floats, Offsets], None]
 Keep = Callable[[Floats, Floats, Offsets, Floats, Floats], bool]
 AddAt = Callable[[Floats, Offsets, Floats, float], None]
 Digest = Callable[[Words, Words, int], int]
-HandOut = Callable[[Given, Words, int, int], int]
+HandOut = Callable[[Given, Words, int, int, float], int]
 Combine = Callable[[Given, int, int, Floats, Floats, Bytes, Floats], float]
 Products = Callable[[Sequence[npt.NDArray[Any] | None], int, int, int], list[float]]
 
@@ -70,10 +70,11 @@ class Kernels(NamedTuple):
             in other memory, or `NONE` for none. The last array gets the result as it is decoded, unless it is `NONE`.
             It returns about the sum of squares of the mean as it was before its encoding. Less than 0 says that a
             number on the way is not finite: what was written is void then.
-        average: the same for a mean in the type of its elements, which has no residuals.
+        average: the same for a mean in the type of its elements of 16 bits, which has no residuals.
         hand_out: compute such a mean, and write it to all targets, which are given by their addresses, and may be where
-            contributions lie. Given are the place of the block behind all addresses, in bytes, and its elements. It
-            returns how many are done: all, or those in front of some among which one is not finite.
+            contributions lie. Given are the place of the block behind all addresses, in bytes, its elements, and a
+            limit. It returns how many are done: all, or those in front of some among which one is not finite, or with
+            which the sum of squares, about, exceeds the limit.
         digest: add up words times factors, of which there are so many, times the odd number of a row of them. The last
             argument is the place of the first word. See `gradserver.protocol.digest`.
         largest: write the offsets of the elements of largest magnitude, as many as there is room for, in their order.

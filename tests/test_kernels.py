@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gradserver.comparison import Products
-from gradserver.engine.commands import Contribution, Memory, Reduce
+from gradserver.engine.commands import Contribution, Digests, Measures, Memory, Reduce
 from gradserver.engine.events import NonFinite, Sifted
 from gradserver.engine.policy import OnNonFinite
 from gradserver.mean import narrow, types_of
@@ -34,6 +34,8 @@ from gradserver.protocol.dtypes import FLOAT32, dtype_of
 from gradserver.protocol.errors import BackendUnavailableError, InvalidArgumentError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, operation_of
 from gradserver.protocol.kernels import NUMPY, Floats, Kernels
+from gradserver.protocol.means import mean_of
+from gradserver.protocol.slicing import ALIGNMENT
 from gradserver.reducer import reduce
 from gradserver.status import show
 from tests.cluster import Daemon, wait_until
@@ -221,14 +223,38 @@ def test_means_of_elements_have_the_same_bits(
     assert found[0] == found[1]
 
 
-@given(st.sampled_from(ELEMENTS), st.sampled_from([Op.MEAN, Op.SUM]), st.integers(1, 5), lengths, st.data())
+def in_place(memory: Sequence[Buffer], numel: int, policy: OnNonFinite) -> Reduce:
+    """Make the reduction of contributions of equal weight, with its result where they lie."""
+    made = command(memory, [1.0] * len(memory), None, "float32", numel, None, policy, 0)
+    return made._replace(targets=memory, keep=False, squares=None)
+
+
+@given(
+    st.sampled_from(ELEMENTS),
+    st.sampled_from([Op.MEAN, Op.SUM]),
+    st.integers(1, 5),
+    lengths,
+    policies,
+    st.booleans(),
+    st.booleans(),
+    st.data(),
+)
 def test_results_that_are_written_to_all_members_have_the_same_bits(
-    table: Kernels, dtype: str, op: Op, count: int, numel: int, data: st.DataObject
+    table: Kernels,
+    dtype: str,
+    op: Op,
+    count: int,
+    numel: int,
+    policy: OnNonFinite,
+    keep: bool,
+    is_measured: bool,
+    data: st.DataObject,
 ) -> None:
-    parts, in_place = 2 if dtype.startswith("complex") else 1, data.draw(st.booleans(), label="in place")
+    parts, is_there = 2 if dtype.startswith("complex") else 1, data.draw(st.booleans(), label="in place")
     weighed = [data.draw(weights, label="weight") for _ in range(count)]
     given = [elements(row, dtype).tobytes() for row in rows_of(data, count, numel * parts)]
     absent = {1} if count > 2 and data.draw(st.booleans(), label="gives nothing") else set()
+    policy = policy if op is Op.MEAN else OnNonFinite.PROPAGATE
     found, sizes = [], []
 
     def counting(*arguments: Any) -> int:
@@ -238,43 +264,83 @@ def test_results_that_are_written_to_all_members_have_the_same_bits(
     counted = table._replace(hand_out={dtype: counting} if dtype in table.hand_out else {})
     for one in (NUMPY, counted):
         memory = [bytearray(payload) for payload in given]
-        targets = memory if in_place else [bytearray(len(payload)) for payload in given]
+        targets = memory if is_there else [bytearray(len(payload)) for payload in given]
         rows = [None if place in absent else payload for place, payload in enumerate(memory)]
-        made = command(rows, weighed, None, dtype, numel, None, OnNonFinite.PROPAGATE, 0)
+        made = command(rows, weighed, None, dtype, numel, None, policy, 0)
         operation = operation_of(Kind.ALL_REDUCE, op, dtype_of(dtype), numel)
-        made = made._replace(operation=operation, keep=False, squares=None, targets=targets)
+        squares: list[float] | None = [] if is_measured and op is Op.MEAN else None
+        made = made._replace(operation=operation, keep=keep, squares=squares, targets=targets)
         with using(one), np.errstate(all="ignore"):
-            assert reduce(made) is None
-        found.append([bytes(target) for target in targets])
+            outcome = reduce(made)
+        written = None if isinstance(outcome, NonFinite) else [bytes(target) for target in targets]
+        found.append([told(made, outcome), written])
     assert found[0] == found[1]
     has_zeros = op is Op.SUM and absent
-    assert bool(sizes) == (count > 1 and dtype in table.hand_out and not has_zeros)
+    assert bool(sizes) == (count > 1 and dtype in table.hand_out and not has_zeros and not made.spans)
 
 
-def test_a_mean_that_is_kept_or_checked_is_not_handed_out(table: Kernels) -> None:
-    """A value that is not finite is found before anything is written over what members gave."""
+def test_contributions_that_are_wanted_again_are_not_written_over(table: Kernels) -> None:
+    """A mean is not handed out if some may be left out of it, if they are hashed, or if it is of one alone."""
     numel = 4096
-    rows = [numbers("one NaN", numel, 1), numbers("usual", numel, 2)]
+    rows = [numbers("usual", numel, seed) for seed in (1, 2)]
 
     def forbidden(*_: Any) -> int:
         pytest.fail("it was handed out")
 
-    cases: list[tuple[OnNonFinite, dict[str, Any]]] = [
-        (OnNonFinite.HALT, {}),
-        (OnNonFinite.LEAVE_OUT, {}),
-        (OnNonFinite.PROPAGATE, {"squares": []}),
-        (OnNonFinite.PROPAGATE, {"keep": True}),
+    cases: list[tuple[OnNonFinite, int, dict[str, Any]]] = [
+        (OnNonFinite.LEAVE_OUT, 2, {}),
+        (OnNonFinite.SKIP, 2, {}),
+        (OnNonFinite.HALT, 2, {"digests": Digests(0, [])}),
+        (OnNonFinite.HALT, 2, {"mean": mean_of("median")}),
+        (OnNonFinite.HALT, 2, {"targets": (), "keep": True}),
+        (OnNonFinite.HALT, 1, {}),
     ]
-    for policy, changes in cases:
+    for policy, count, more in cases:
+        memory = [bytearray(row.tobytes()) for row in rows[:count]]
+        with using(table._replace(hand_out={"float32": forbidden})):
+            reduce(in_place(memory, numel, policy)._replace(**more))
+
+
+def test_a_value_that_is_not_finite_is_not_written_over(table: Kernels) -> None:
+    """Its chunk and what is behind it are as members gave them, so that they can find the cause."""
+    numel, place = 4096, 2048
+    rows = [numbers("usual", numel, 1), numbers("usual", numel, 2)]
+    rows[1][place] = np.nan
+    memory = [bytearray(row.tobytes()) for row in rows]
+    with using(table):
+        outcome = reduce(in_place(memory, numel, OnNonFinite.HALT)._replace(squares=[]))
+    assert outcome == NonFinite(1, place, "NaN")
+    for row, one in zip(rows, memory, strict=True):
+        assert one[4 * place :] == row[place:].tobytes()
+
+
+@pytest.mark.parametrize("begins", [0, 3000, 130_000])
+def test_a_block_that_stands_out_is_compared_from_where_that_shows(table: Kernels, begins: int) -> None:
+    """A contribution that is much larger in a few elements is found, though its block is handed out in part."""
+    numel, few, usual = 200_000, 10, Memory()
+    for round_number in range(4):
+        rows = [numbers("usual", numel, 10 * round_number + member) for member in range(3)]
+        if round_number == 3:
+            rows[1][begins : begins + few] *= np.float32(1e6)
+        expected = ((rows[0] + rows[1]) + rows[2]) / np.float32(3)
         memory = [bytearray(row.tobytes()) for row in rows]
-        made = command(memory, [1.0, 1.0], None, "float32", numel, None, policy, 0)
-        told: dict[str, Any] = {"keep": False, "squares": None, "targets": memory, **changes}
-        made = made._replace(**told)
-        with using(table._replace(hand_out={"float32": forbidden})), np.errstate(all="ignore"):
-            outcome = reduce(made)
-        assert isinstance(outcome, NonFinite) == (policy is OnNonFinite.HALT)
-        if policy is OnNonFinite.HALT:
-            assert [bytes(one) for one in memory] == [row.tobytes() for row in rows]
+        # With two blocks and a stride of 2^20 units none is due after the first round, in which nothing is known.
+        measures = Measures(1 << 20, 1, ALIGNMENT, usual, [])
+        made = in_place(memory, numel, OnNonFinite.HALT)._replace(squares=[], measures=measures)
+        with using(table):
+            assert reduce(made) is None
+        plain = command(
+            [row.tobytes() for row in rows], [1.0] * 3, None, "float32", numel, None, OnNonFinite.HALT, round_number
+        )
+        with using(NUMPY):
+            reduce(plain)
+        assert made.squares == plain.squares
+        assert all(bytes(one) == expected.tobytes() for one in memory)
+        stood_out = [one for one in measures.found if one.stood_out]
+        assert len(stood_out) == (round_number == 3)
+    (compared,) = stood_out
+    squares = {member_id: own for member_id, own, _, _ in compared.members}
+    assert squares[1] > 1e9 > 1e6 > squares[0] + squares[2]
 
 
 @given(

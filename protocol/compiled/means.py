@@ -115,22 +115,35 @@ def combine(
     return squares
 
 
-@compiled(int64(int64, uint64, READ_WORDS, READ_WORDS, uint64, READ_FLOATS, float32, boolean))
+@compiled(int64(int64, uint64, READ_WORDS, READ_WORDS, uint64, READ_FLOATS, float32, boolean, float64))
 def hand_out(
-    kind: Any, size: Any, addresses: Any, targets: Any, offset: Any, weights: Any, divisor: Any, multiplies: Any
+    kind: Any,
+    size: Any,
+    addresses: Any,
+    targets: Any,
+    offset: Any,
+    weights: Any,
+    divisor: Any,
+    multiplies: Any,
+    limit: Any,
 ) -> Any:
     """Write the mean of blocks to all ``targets``, as far behind each. These may be where the blocks lie.
 
     A chunk is written while all of its contributions are in the first-level cache.
 
     Returns:
-        The number of elements that were written: all, or those in front of a chunk with one that is not finite.
+        The number of elements that were written: all, or those in front of a chunk with one that is not finite, or with
+        which the sum of squares of the mean exceeds the ``limit``.
     """
     total, left, codes = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
-    made, start = uint64(codes.ctypes.data), _0
+    made, start, squares = uint64(codes.ctypes.data), _0, 0.0
     while start < size:
         count = min(CHUNK, size - start)
         _average(kind, size, addresses, offset, weights, divisor, multiplies, start, count, total)
+        if limit < np.inf:
+            squares += _squares(total, count)
+            if squares > limit:
+                return int64(start)
         if give(kind, made, size, _0, count, total, left) >= INFINITY:
             return int64(start)
         for k in range(uint64(targets.size)):

@@ -15,7 +15,8 @@ from gradserver.protocol.compiled.loops import BF16, BFLOAT16, FLOAT16, FP16, FP
 from gradserver.protocol.kernels import Bytes, Floats, Given, Kernels, Words
 
 _CODECS: Final = (BF16, FP16, INT8)
-_ELEMENTS: Final = {"float32": FP32, "complex64": FP32, "bfloat16": BFLOAT16, "float16": FLOAT16, "complex32": FLOAT16}
+_HALVES: Final = {"bfloat16": BFLOAT16, "float16": FLOAT16, "complex32": FLOAT16}
+_ELEMENTS: Final = {"float32": FP32, "complex64": FP32, **_HALVES}
 """Kinds by element type. Complex numbers are pairs."""
 
 
@@ -34,8 +35,8 @@ def _combine(
     return float(means.combine(kind, size, *rows, before, after, out, arrived))
 
 
-def _hand_out(kind: int, given: Given, targets: Words, offset: int, size: int) -> int:
-    more = offset, given.weights, *_divide(given.divisor)
+def _hand_out(kind: int, given: Given, targets: Words, offset: int, size: int, limit: float) -> int:
+    more = offset, given.weights, *_divide(given.divisor), limit
     return int(means.hand_out(kind, size, given.addresses, targets, *more))
 
 
@@ -59,7 +60,7 @@ TABLE: Final = Kernels(
     add={kind: partial(_add, kind) for kind in _CODECS},
     compensate={kind: partial(loops.compensate, kind) for kind in _CODECS},
     combine={kind: partial(_combine, kind) for kind in _CODECS},
-    average={name: partial(_combine, kind) for name, kind in _ELEMENTS.items()},
+    average={name: partial(_combine, kind) for name, kind in _HALVES.items()},  # numpy is quicker with float32
     hand_out={name: partial(_hand_out, kind) for name, kind in _ELEMENTS.items()},
     digest=loops.digest,
     largest=sparse.largest,
