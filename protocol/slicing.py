@@ -1,9 +1,10 @@
 """The size of slices: so many that both directions of a link are busy, and no more than the coordinator has time for.
 
 A slice is stored and forwarded whole. So N bytes in slices of s, over a link of B bytes a second, take N/B and s/B. But
-each slice of each member also takes a fixed time of the coordinator. The *grain* g is what reaches it meanwhile, over
-all links together. Then N/s slices cost N/s·g/B. The sum of both costs is least at s = √(N·g), where they are equal.
-So a rate that is wrong by a factor of two costs little.
+each slice of a member also takes a fixed time of the coordinator, or of the data shard that has it, and of that member.
+The *grain* g is what reaches both meanwhile: the one over all links together, the other over its own. Then N/s slices
+cost N/s·g/B. The sum of both costs is least at s = √(N·g), where they are equal. So a rate that is wrong by a factor of
+two costs little.
 
 That sum is of processors that have no time to spare. Where the link is slow they wait for it, and deal with slices
 meanwhile. So no slice is larger than a few grains: then they are busy with slices for a small share of the time.
@@ -22,8 +23,8 @@ from gradserver.protocol.codecs import Codec
 from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.limits import KIB, MIB
 
-SLICE_SECONDS: Final = 100e-6
-"""Time that one member's slice takes of the coordinator, and of the member's own processor, about."""
+SLICE_SECONDS: Final = 80e-6
+"""Time that a slice takes of the processor of its member, and each member's slice of the coordinator's, about."""
 LEAST_BYTES: Final = 32 * KIB
 """Bytes of the smallest slice of a tensor that has several: headers are a three-hundredth of it."""
 MOST_GRAINS: Final = 12
@@ -35,7 +36,7 @@ depend on the cut."""
 
 
 def grain_of(rate: float) -> int:
-    """Return the grain of a coordinator, or of each of its data shards, that ``rate`` bytes a second can reach."""
+    """Return the grain if ``rate`` bytes a second can reach a data shard and a member, together."""
     return min(round(rate * SLICE_SECONDS), MAX_GRAIN)
 
 

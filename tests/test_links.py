@@ -156,14 +156,14 @@ def offer(rate: float, trip: float = 0.0, channel: str = "tcp") -> Offer:
 @pytest.mark.parametrize(
     ("offers", "stated", "gbit"),
     [
-        ([offer(1.0)] * 4, [None], 4.0),
-        ([offer(1.0)] * 4, [2.0], 2.0),  # the coordinator's own link is less
-        ([offer(1.0)] * 4, [40.0], 4.0),
-        ([offer(0.0)] * 4, [4.0], 4.0),
-        ([offer(1.0), offer(0.0), offer(1.1), offer(9.0)], [None], 4.4),  # the median stands for what is not known
-        ([offer(1.0)] * 4, [0.0, None, None], 2.0),  # two data shards, each of which gets a half
-        ([offer(0.0)] * 4, [1.0, 2.0], 1.5),
-        ([offer(1.0), offer(0.0, channel="shm")], [None], 1.0),
+        ([offer(1.0)] * 4, [None], 5.0),
+        ([offer(1.0)] * 4, [2.0], 2.5),  # the coordinator's own link is less
+        ([offer(1.0)] * 4, [40.0], 5.0),
+        ([offer(0.0)] * 4, [4.0], 5.0),
+        ([offer(1.0), offer(0.0), offer(1.1), offer(9.0)], [None], 5.5),  # the median stands for what is not known
+        ([offer(1.0)] * 4, [0.0, None, None], 3.0),  # two data shards, each of which gets a half
+        ([offer(0.0)] * 4, [1.0, 2.0], 2.25),
+        ([offer(1.0), offer(0.0, channel="shm")], [None], 2.0),
         ([offer(0.0)] * 4, [None], 0.0),
         ([offer(0.0)] * 4, [1.0, None], 0.0),
         ([offer(0.0, channel="shm")] * 4, [1.0], 0.0),
@@ -171,7 +171,7 @@ def offer(rate: float, trip: float = 0.0, channel: str = "tcp") -> Offer:
         ([], [1.0], 0.0),
     ],
 )
-def test_the_grain_is_what_reaches_a_shard_meanwhile(
+def test_the_grain_is_what_reaches_a_shard_and_a_member_meanwhile(
     offers: list[Offer], stated: list[float | None], gbit: float
 ) -> None:
     assert grain_for(offers, stated) == grain_of(gbit * GBIT)
@@ -211,7 +211,7 @@ def test_members_learners_and_data_halves_are_told_the_same(monkeypatch: pytest.
 
     welcomes = [made.inbox[SEATS + rank][-1][0] for rank in range(2)]
     assert [(one.grain, one.credit) for one in welcomes if isinstance(one, Welcome)] == [
-        (grain_of(0.8 * GBIT), round(0.4 * GBIT * APART_SECONDS))
+        (grain_of(1.2 * GBIT), round(0.4 * GBIT * APART_SECONDS))
     ] * 2
     assert (orders[0].grain, orders[0].credit) == (welcomes[0].grain, welcomes[0].credit)  # type: ignore[union-attr]
 

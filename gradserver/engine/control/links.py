@@ -32,8 +32,10 @@ def grain_for(offers: Iterable[Offer], stated: Sequence[float | None]) -> int:
     known = [rate for rate in stated if rate is not None]
     if len(known) == len(stated):
         rates.append(sum(known))
-    busy = sum(rate != 0 for rate in stated)
-    return grain_of(min(rates) * _BYTES / max(busy, 1)) if remote and rates else 0
+    if not (remote and rates):
+        return 0
+    shards = max(sum(rate != 0 for rate in stated), 1)
+    return grain_of(min(rates) * _BYTES * (1 / shards + 1 / len(remote)))
 
 
 def credit_for(offers: Iterable[Offer], most: int) -> int:
