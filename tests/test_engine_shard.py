@@ -41,6 +41,7 @@ from gradserver.engine.reports import (
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from gradserver.protocol.errors import (
     CoordinatorStoppedError,
+    DeadlineError,
     GradServerError,
     LimitExceededError,
     MalformedMessageError,
@@ -302,6 +303,29 @@ def test_a_round_is_over_when_the_last_shard_says_so() -> None:
     (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0, ((5.0, 8.0), (5.0, 6.0)))
     assert sum(isinstance(message, Result) for message, _ in harness.sent(0)) == 2
+
+
+@pytest.mark.parametrize("error", [NonFiniteError, DeadlineError])
+def test_members_hear_why_a_shard_cannot_go_on_when_the_coordinator_has_halted_the_group(
+    error: type[GradServerError],
+) -> None:
+    harness = ShardedHarness(rates=(0.0, 1.0))
+    harness.assemble(2, plan_of(3))
+    harness.slow = True
+    for rank in range(1 if error is DeadlineError else 2):
+        harness.push_to(1, rank, bucket(0), floats(1, np.nan, 3))
+    harness.wait(TIMEOUT)
+    assert harness.silent(0, 1), "the coordinator has yet to hear"
+    assert harness.shard(1).next_deadline() == 2 * TIMEOUT
+
+    harness.flush()
+    if error is DeadlineError:
+        harness.push_to(1, 1, bucket(0), floats(1, 2, 3))
+
+    assert harness.group()["state"] == "broken"
+    for rank in range(2):
+        assert isinstance(harness.failure(rank, key=bucket(0)), error)
+    assert harness.next_deadline() is None
 
 
 # ── what comes from the coordinator, and what does not ────────────────────────────────────────────────
