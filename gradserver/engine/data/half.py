@@ -278,7 +278,8 @@ class Data:
         """Let the giver of a contribution to ``piece`` depart that cannot be decoded. Others go on if they can."""
         guilty, error = found.member_id, undecodable(group, exchange, found)
         violation = Violation(group.members.connections[guilty], error)
-        if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
+        some_are_left = len(piece.given) > 1 or exchange.key.stream == BUCKET  # of a mean no member is needed
+        if not group.order.needs_all and some_are_left and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
         else:
             exchange.withhold(piece)
