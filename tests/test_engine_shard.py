@@ -25,7 +25,7 @@ from gradserver.engine.orders import (
     SetPlan,
     order as order_family,
 )
-from gradserver.engine.policy import Lateness, OnNonFinite
+from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import (
     Absent,
@@ -68,6 +68,7 @@ from gradserver.protocol.messages import (
     Result,
     Welcome,
 )
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.shards import share_of
 from gradserver.protocol.slicing import ALIGNMENT
 from tests.declarations import built
@@ -326,6 +327,22 @@ def test_members_hear_why_a_shard_cannot_go_on_when_the_coordinator_has_halted_t
     for rank in range(2):
         assert isinstance(harness.failure(rank, key=bucket(0)), error)
     assert harness.next_deadline() is None
+
+
+def test_nothing_is_left_at_a_shard_of_a_halt_of_which_a_recovery_keeps_the_coordinator_from_hearing() -> None:
+    harness = ShardedHarness({"default": Policy(1, 4)}, rates=(0.0, 1.0), incarnation=1)
+    harness.assemble(2, plan_of(3))
+    harness.push_to(1, 0, bucket(0), floats(1, 2, 3))
+    harness.slow = True
+    for rank in range(2):
+        harness.propose(rank, plan_of(4))
+    harness.pass_on(1)  # the shard has a new plan, and a bucket of the one before
+    assert harness.shard(1).data.groups["default"].buckets_halted is not None
+    harness.receive(LINKS - 1, Resume("default", 1, harness.welcomes[1].token, 1, ""))
+    harness.flush()
+
+    assert harness.group()["state"] == "recovering"
+    assert harness.shard(1).data.groups["default"].buckets_halted is None
 
 
 # ── what comes from the coordinator, and what does not ────────────────────────────────────────────────
