@@ -1,7 +1,8 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``modes``, ``modules``, ``parts``, ``promotions``, ``slow``, ``splits`` and ``subgroups``. The figures are of one core.
+``halts``, ``modes``, ``modules``, ``parts``, ``promotions``, ``slow``, ``splits`` and ``subgroups``. The figures are of
+one core.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from tests.crash_harness import Trap
 from tests.direct_session_group import DirectGroup
+from tests.halting_session_group import HaltingGroup
 from tests.mode_session_group import MODES, MeetingGroup, ModeGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
 from tests.session_world import real_code
@@ -57,6 +59,27 @@ def script_of_direct_rounds(seed: int) -> DirectGroup:
     for _ in range(chance.randint(0, 6)):
         what = partial(chance.choice(happenings), chance.randint(0, 3))
         group.world.at[chance.randint(0, STEPS)].append(what)
+    return group
+
+
+def script_of_halts(seed: int) -> HaltingGroup:
+    """Make a group with data shards that is to halt, and lose some of it, often just when a shard has found out why."""
+    chance = random.Random(seed)
+    modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 3))] for _ in range(chance.choice((1, 1, 2)))]
+    program = [Act(), *(_act(chance, len(modules), 0.8) for _ in range(chance.randint(2, 6)))]
+    fuses, preemption = [chance.randint(0, 80) for _ in range(chance.randint(0, 2))], chance.choice((0.0, 0.0, 0.05))
+    rates = chance.choice([one for one in RATES if len(one) > 1])
+    group = HaltingGroup(chance.randint(2, 4), modules, program, seed, rates, fuses, preemption=preemption)
+    number = chance.randrange(group.rounds)
+    at, size = program[group.place_of_round(number)].section, len(group.buckets)
+    parts = range(size)[sum(map(len, modules[:at])) :][: len(modules[at])]
+    group.bad = chance.randrange(group.size), number, chance.choice(parts)
+    losses = (group.break_line, group.kill, group.kill_bad, group.world.kill_any_shard, group.world.lose_soon)
+    some = [partial(chance.choice(losses), chance.randint(0, 3)) for _ in range(chance.randint(1, 3))]
+    group.world.at[1].append(partial(group.lose_behind_halt, *some, delay=chance.randint(0, 9)))
+    for _ in range(chance.randint(0, 3)):
+        what = partial(chance.choice((*losses[:2], group.join, losses[3])), chance.randint(0, 3))
+        group.world.at[chance.randint(0, 350)].append(what)
     return group
 
 
@@ -210,6 +233,7 @@ def hold(group: Group, *planned: tuple[Happenings, Callable[[int], object]]) -> 
 KINDS = {
     "all": script,
     "direct": script_of_direct_rounds,
+    "halts": script_of_halts,
     "modes": script_of_modes,
     "modules": script_of_modules,
     "parts": script_of_parts,

@@ -9,9 +9,10 @@ from hypothesis import given, settings, strategies as st
 
 from gradserver.engine.commands import Command, Record, Send
 from gradserver.engine.control.group.requests import Requests
+from gradserver.engine.events import Reduced, Undecodable
 from gradserver.engine.policy import Policy, in_mode, mode_of
 from gradserver.engine.records import Begun, Computed, Moded, Round
-from gradserver.protocol.errors import DeadlineError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.errors import DeadlineError, LeftOutError, MalformedMessageError, UnexpectedMessageError
 from gradserver.protocol.limits import KEPT_ROUNDS, MIB
 from gradserver.protocol.messages import Failure, Granted, Membership, RequestRound, Result, Scope, Welcome
 from tests.engine_harness import SEATS, TIMEOUT, Harness, bucket, floats, plan_of
@@ -408,3 +409,32 @@ def _hear(harness: Harness, players: list[Player], chosen: Policy) -> None:
                 give(harness, player.rank, number, 0.0 if player.follows else 1.0)
             elif player.gone:
                 grants.pop(player.rank, None)
+
+
+def test_bytes_that_say_nothing_cost_the_others_nothing_if_their_sender_alone_was_granted_the_round() -> None:
+    harness = Harness({"default": policy("async")}, lazy=True)
+    harness.assemble(3, plan_of(2))
+    request(harness, 1, 0)
+    give(harness, 1, 0)
+    reduce = harness.reduces.pop()
+    nothing = Undecodable(1, MalformedMessageError("no values"))
+    ended = harness.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, nothing))
+
+    (record,) = (one.record for one in records(ended) if isinstance(one, Round))
+    assert (record.round, record.weights) == (0, (0.0, 0.0, 0.0))
+    assert SEATS + 1 in harness.closed
+    for rank in (0, 2):
+        (result,) = harness.told(rank, Result)
+        assert (result.weight, result.present) == (0.0, False)
+    request(harness, 0, 1)
+    assert granted(harness, 0) == [(1, False)]
+
+
+def test_a_group_that_has_waited_in_vain_for_a_granted_round_waits_for_nothing_more() -> None:
+    harness = group_of(2, policy("async", size=(2, 2)))
+    request(harness, 0, 0)
+
+    harness.wait(TIMEOUT)
+
+    assert harness.group()["state"] == "broken"
+    assert harness.engine.next_deadline() is None

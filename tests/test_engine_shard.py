@@ -25,7 +25,7 @@ from gradserver.engine.orders import (
     SetPlan,
     order as order_family,
 )
-from gradserver.engine.policy import Lateness, OnNonFinite
+from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import (
     Absent,
@@ -41,6 +41,7 @@ from gradserver.engine.reports import (
 from gradserver.engine.shard import ATTENDING_SECONDS, MAX_ATTENDING, ShardEngine
 from gradserver.protocol.errors import (
     CoordinatorStoppedError,
+    DeadlineError,
     GradServerError,
     LimitExceededError,
     MalformedMessageError,
@@ -67,6 +68,7 @@ from gradserver.protocol.messages import (
     Result,
     Welcome,
 )
+from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.shards import share_of
 from gradserver.protocol.slicing import ALIGNMENT
 from tests.declarations import built
@@ -302,6 +304,45 @@ def test_a_round_is_over_when_the_last_shard_says_so() -> None:
     (record,) = harness.engine.control.groups["default"].rounds.ledger
     assert record == RoundRecord(0, (1.0, 1.0), 5.0, 8.0, 0, ((5.0, 8.0), (5.0, 6.0)))
     assert sum(isinstance(message, Result) for message, _ in harness.sent(0)) == 2
+
+
+@pytest.mark.parametrize("error", [NonFiniteError, DeadlineError])
+def test_members_hear_why_a_shard_cannot_go_on_when_the_coordinator_has_halted_the_group(
+    error: type[GradServerError],
+) -> None:
+    harness = ShardedHarness(rates=(0.0, 1.0))
+    harness.assemble(2, plan_of(3))
+    harness.slow = True
+    for rank in range(1 if error is DeadlineError else 2):
+        harness.push_to(1, rank, bucket(0), floats(1, np.nan, 3))
+    harness.wait(TIMEOUT)
+    assert harness.silent(0, 1), "the coordinator has yet to hear"
+    assert harness.shard(1).next_deadline() == 2 * TIMEOUT
+
+    harness.flush()
+    if error is DeadlineError:
+        harness.push_to(1, 1, bucket(0), floats(1, 2, 3))
+
+    assert harness.group()["state"] == "broken"
+    for rank in range(2):
+        assert isinstance(harness.failure(rank, key=bucket(0)), error)
+    assert harness.next_deadline() is None
+
+
+def test_nothing_is_left_at_a_shard_of_a_halt_of_which_a_recovery_keeps_the_coordinator_from_hearing() -> None:
+    harness = ShardedHarness({"default": Policy(1, 4)}, rates=(0.0, 1.0), incarnation=1)
+    harness.assemble(2, plan_of(3))
+    harness.push_to(1, 0, bucket(0), floats(1, 2, 3))
+    harness.slow = True
+    for rank in range(2):
+        harness.propose(rank, plan_of(4))
+    harness.pass_on(1)  # the shard has a new plan, and a bucket of the one before
+    assert harness.shard(1).data.groups["default"].buckets_halted is not None
+    harness.receive(LINKS - 1, Resume("default", 1, harness.welcomes[1].token, 1, ""))
+    harness.flush()
+
+    assert harness.group()["state"] == "recovering"
+    assert harness.shard(1).data.groups["default"].buckets_halted is None
 
 
 # ── what comes from the coordinator, and what does not ────────────────────────────────────────────────

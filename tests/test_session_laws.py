@@ -28,6 +28,7 @@ from tests.session_scripts import (
     check,
     hold,
     script,
+    script_of_halts,
     script_of_parts,
     script_of_promotions,
     script_of_slow_ways,
@@ -431,6 +432,13 @@ def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:
 def test_all_laws_hold_where_some_messages_are_on_their_way_for_long(seeds: Sequence[int]) -> None:
     for seed in seeds:
         check(script_of_slow_ways(seed))
+
+
+@pytest.mark.parametrize("seeds", [(8, 14, 38), pytest.param(range(600), marks=pytest.mark.long)], ids=["few", "all"])
+def test_a_group_halts_at_all_members_or_at_none(seeds: Sequence[int]) -> None:
+    """Test groups in which a data shard finds NaN, and something is lost before the coordinator hears of it."""
+    for seed in seeds:
+        check(script_of_halts(seed))
 
 
 @pytest.mark.long

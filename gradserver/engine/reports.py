@@ -55,7 +55,10 @@ class RoundCompleted(RemoteReport):
 @report("halted")
 @dataclass(frozen=True, slots=True)
 class Halted(RemoteReport):
-    """The group can exchange nothing more (or no bucket any more). The data half has failed all open exchanges."""
+    """The group can exchange nothing more (or no bucket any more): control is to say so to all shards.
+
+    A shard halts no group by itself. So a report that a recovery makes void leaves nothing behind.
+    """
 
     group: Name
     error: Error

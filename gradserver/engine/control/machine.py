@@ -162,7 +162,7 @@ def _contradicts(_: Registry, group: Group) -> bool:
 
 def _break(_: Registry, group: Group, effects: Effects) -> None:
     assert group.turns.conflict is not None
-    members.conflict(group, group.turns.conflict, effects)
+    members.halt(group, group.turns.conflict, effects)
 
 
 def _can_promote(_: Registry, group: Group) -> bool:
@@ -311,7 +311,7 @@ TIMERS: Final = (
     ),
     Timer(
         shard_replacement.deadline,
-        lambda _, group, effects: members.halt(group, shard_replacement.overdue(group), effects),
+        lambda _, group, effects: members.freeze(group, shard_replacement.overdue(group), effects),
         "No process has taken a lost data shard's place, for the group's timeout.",
         "The group is broken.",
     ),

@@ -144,7 +144,7 @@ def _tell(group: Group, failure: Failure, effects: Effects) -> None:
             effects.send(member.connection, failure)
 
 
-def halt(group: Group, error: GradServerError, effects: Effects) -> None:
+def freeze(group: Group, error: GradServerError, effects: Effects) -> None:
     """Break a group that lacks a data shard, and tell its members.
 
     They wait for what that shard does not say, and would not hear for long that it is frozen.
@@ -153,16 +153,10 @@ def halt(group: Group, error: GradServerError, effects: Effects) -> None:
     group.order(Halt(group.name, error, False), effects)
 
 
-def halted(group: Group, error: GradServerError, buckets_only: bool, source: int, effects: Effects) -> None:
-    """Break a group, as its data shard ``source`` cannot go on, and has told its members why."""
+def halt(group: Group, error: GradServerError, effects: Effects, buckets_only: bool = False) -> None:
+    """Break a group, as members contradict each other, or a data shard cannot go on. All shards tell members so."""
     _break(group, error, effects)
-    group.order(Halt(group.name, error, buckets_only), effects, but=source)
-
-
-def conflict(group: Group, error: GradServerError, effects: Effects) -> None:
-    """Break a group, as its members contradict each other. They are told of it in what they exchange."""
-    _break(group, error, effects)
-    group.order(Halt(group.name, error, False), effects)
+    group.order(Halt(group.name, group.broken or error, buckets_only), effects)
 
 
 def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:

@@ -336,7 +336,7 @@ def overdue(registry: Registry, group: Group, effects: Effects) -> None:
     what = f"round {group.rounds.number} waited {group.round_timeout:g} s (--round-timeout) for its request"
     group.requests.wait_again(missing, registry.now)
     if group.policy.needs_all:
-        members.conflict(group, _nothing_came(group, missing), effects)
+        members.halt(group, _nothing_came(group, missing), effects)
         return
     for member_id in missing:
         connection = group.connection_of(member_id)

@@ -143,7 +143,7 @@ def _name(group: Group, number: int, verdict: Verdict, effects: Effects) -> None
     effects.log(f"{found}; {becomes} (--outliers {policy}). {ADVICE}", warning=True)
     journal.outlier(group, number, verdict, effects)
     if policy is OnOutlier.HALT:
-        members.conflict(group, _error(group, member_id, f"{found} (--outliers halt). {ADVICE}", number), effects)
+        members.halt(group, _error(group, member_id, f"{found} (--outliers halt). {ADVICE}", number), effects)
         return
     effects.send(group.connection_of(member_id), Notice(f"{found}; {becomes}. {ADVICE}"))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Layout, Operation
-from gradserver.protocol.limits import MAX_SLICES
+from gradserver.protocol.limits import MAX_COUNTER, MAX_SLICES
 
 if TYPE_CHECKING:
     from gradserver.engine.events import Finding
@@ -106,6 +106,8 @@ class Exchange:
     reducing: dict[int, Piece] = field(default_factory=dict)
     made: Mapping[int, Made] = field(default_factory=lambda: _NOTHING)
     """Results that came before those of slices in front of them, which go first in a durable group."""
+    withheld: int = MAX_COUNTER
+    """The first slice that gets no result, as it cannot be reduced."""
     answered: int = 0
     last: int = -1
     failure: GradServerError | None = None
@@ -248,8 +250,13 @@ class Exchange:
         return self.reducing.pop(start, None)
 
     def keeps_back(self, piece: Piece) -> bool:
-        """Tell whether a reduction in front of ``piece`` is under way."""
-        return bool(self.reducing) and min(self.reducing) < piece.start
+        """Tell whether a slice in front of ``piece`` is being reduced, or gets no result."""
+        return piece.start > self.withheld or (bool(self.reducing) and min(self.reducing) < piece.start)
+
+    def withhold(self, piece: Piece) -> None:
+        """Hand out nothing of ``piece``, which cannot be reduced: the exchange is about to fail."""
+        self.withheld = min(self.withheld, piece.start)
+        self.keep_back(piece, None, (), ())
 
     def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding], squares: Sequence[float]) -> None:
         """Keep a result until the results in front of it are there."""
@@ -257,7 +264,7 @@ class Exchange:
 
     def release(self) -> list[Made]:
         """Take the results that were kept back and have none in front of them any more."""
-        before = min(self.reducing, default=self.stop)
+        before = min(self.withheld, *self.reducing, self.stop)
         ready = [self.made[start] for start in sorted(self.made) if start < before]
         self.made = {start: made for start, made in self.made.items() if start >= before}
         return ready

@@ -1,22 +1,33 @@
-"""Failures of exchanges: they are told to contributors, and forgotten when all have heard."""
+"""Failures of exchanges: they are told to contributors, and forgotten when all have heard.
+
+A collective or transfer fails alone. A bucket halts its group, and it is control that halts groups. So no member is
+told before that is written, or if a recovery begins meanwhile: in that all of them push the bucket again.
+"""
 
 from __future__ import annotations
 
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.data.group import Group
 from gradserver.engine.effects import Effects
+from gradserver.engine.reports import Halted
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.messages import Failure, Scope
 
 
 def halt_all(group: Group, error: GradServerError, buckets_only: bool, effects: Effects) -> None:
-    """Hand out nothing any more in this group, because of ``error`` here or at another shard."""
-    if buckets_only:
-        group.halt_buckets(error)
-        return
-    error = group.halt(error)
+    """Hand out nothing any more in this group, or no bucket: control has written that down."""
+    error = group.halt_buckets(error) if buckets_only else group.halt(error)
     for exchange in list(group.exchanges.values()):
+        if exchange.key.stream == BUCKET or not buckets_only:
+            fail(group, exchange, error, effects)
+
+
+def give_up(group: Group, exchange: Exchange, error: GradServerError, effects: Effects) -> None:
+    """Fail ``exchange``, which cannot go on; have control halt the group if it is a bucket."""
+    if exchange.key.stream == BUCKET:
+        effects.report(Halted(group.order.group, error, True))
+    else:
         fail(group, exchange, error, effects)
 
 

@@ -6,7 +6,6 @@ opens no bucket. So it has a deadline of its own.
 
 from __future__ import annotations
 
-from gradserver.engine.data.failures import halt_all
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.membership import left_out
 from gradserver.engine.effects import Effects
@@ -18,9 +17,9 @@ from gradserver.protocol.exchange import BUCKET, ExchangeKey
 def silent_since(group: Group) -> float | None:
     """Return the time since which nothing has come to a round that members were granted, and that others wait for.
 
-    None if there is none, or a bucket waits for a member: that has a deadline of its own.
+    None if there is none, or the group is halted, or a bucket waits for a member: that has a deadline of its own.
     """
-    if (awaited := group.stragglers.awaited) is None or group.plan is None:
+    if (awaited := group.stragglers.awaited) is None or group.plan is None or group.buckets_halted is not None:
         return None
     number, since = awaited
     if not _full(group, number) or any(key.number == number for key in group.exchanges):
@@ -42,7 +41,7 @@ def _full(group: Group, number: int) -> int:
 def leave_silent_out(group: Group, now: float, effects: Effects) -> None:
     """Have members evicted that were granted a round, and give nothing to it; end a group that needs them."""
     since, timeout = silent_since(group), group.order.round_timeout
-    if since is None or since + timeout > now or group.plan is None or group.buckets_halted is not None:
+    if since is None or since + timeout > now:
         return
     number, _ = group.stragglers.begun
     group.stragglers.begin(number, now)
@@ -56,7 +55,6 @@ def leave_silent_out(group: Group, now: float, effects: Effects) -> None:
             missing=tuple(group.call(member_id) for member_id in silent),
             round=number,
         )
-        halt_all(group, error, True, effects)
         effects.report(Halted(group.order.group, error, True))
         return
     for member_id in silent:

@@ -101,6 +101,7 @@ class Group:
         self.traffic.void()
         self.listeners.void()
         self.disturb()
+        self.buckets_halted = None  # control has not heard of it
         self.next_check = recovery.touched + self.order.round_timeout
 
     def resume(self, number: int) -> None:
@@ -218,11 +219,13 @@ class Group:
     def halt(self, error: GradServerError) -> GradServerError:
         """Hand out nothing any more, and return why: the first error counts."""
         self.halted = self.halted or error
+        self.halt_buckets(self.halted)
         return self.halted
 
-    def halt_buckets(self, error: GradServerError) -> None:
-        """Hand out no bucket any more; the first error counts."""
+    def halt_buckets(self, error: GradServerError) -> GradServerError:
+        """Hand out no bucket any more, and return why: the first error counts."""
         self.buckets_halted = self.buckets_halted or error
+        return self.buckets_halted
 
     def follow_members(self) -> None:
         """Cut exchanges for the members that are present. Their rounds may take another time."""

@@ -12,7 +12,9 @@ An exchange lives from the first push for it to the last result:
     OPEN       last slice's results sent           (none)     a bucket counts towards its round
     OPEN       push of another operation           FAILED     every contributor is told both sides
     OPEN       a missing participant departs       FAILED     every contributor is told its name
-    OPEN       deadline; non-finite, which halts   FAILED     every contributor is told the culprit
+    OPEN       deadline                            FAILED     every contributor is told the culprit
+    OPEN       … of a bucket; non-finite, halts    OPEN       its slices get no result: control is told
+    OPEN       Halt                                FAILED     every contributor is told why
     OPEN       non-finite, by another policy       OPEN       the slices' results name it (`nonfinite`)
     OPEN       a new plan, for a bucket            FAILED     every contributor is told
     OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
@@ -20,7 +22,8 @@ An exchange lives from the first push for it to the last result:
     FAILED     push of a later slice               FAILED     dropped
     FAILED     every participant told or departed  (none)
 
-A failed bucket halts its group; a failed collective or transfer fails alone.
+A bucket that cannot go on halts its group, as soon as control has written that down (`failures`). A collective or
+transfer fails alone.
 
 Of several data halves each has to do with one run of an exchange's slices (`gradserver.protocol.shards`), and that run
 is the exchange for it: the first slice is the first of the run, and it ends with the last of it.
@@ -35,7 +38,7 @@ from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
 from gradserver.engine.data.exchange import Exchange, Piece
-from gradserver.engine.data.failures import fail, forget_if_over, halt_all, tell_all
+from gradserver.engine.data.failures import fail, forget_if_over, give_up, halt_all, tell_all
 from gradserver.engine.data.grants import leave_silent_out, silent_since
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.matching import admitted, checked
@@ -111,6 +114,8 @@ class Data:
                 self._plan_next_check()
             case Halt(name, error, buckets_only):
                 halt_all(self.groups[name], error, buckets_only, effects)
+                self._plan_check(self.groups[name])
+                self._plan_next_check()
             case Attach(name, member_id, connection):
                 self.attach(name, member_id, connection)
             case Detach(name, member_id):
@@ -253,8 +258,7 @@ class Data:
         elif isinstance(outcome, Broken):
             self._break(group, exchange, piece, outcome, effects)
         elif isinstance(outcome, NonFinite):
-            group.traffic.refund(exchange, piece.given.items())
-            self._halt(group, exchange, piece.start, outcome, effects)
+            self._halt(group, exchange, piece, outcome, effects)
         else:
             if event.digests:
                 group.rounds[event.key.number].count(event.key.part, event.digests)
@@ -274,27 +278,24 @@ class Data:
         """Let the giver of a contribution to ``piece`` depart that cannot be decoded. Others go on if they can."""
         guilty, error = found.member_id, undecodable(group, exchange, found)
         violation = Violation(group.members.connections[guilty], error)
-        if not group.order.needs_all and len(piece.given) > 1 and exchange.operation.kind not in WORLD_BOUND:
+        some_are_left = len(piece.given) > 1 or exchange.key.stream == BUCKET  # of a mean no member is needed
+        if not group.order.needs_all and some_are_left and exchange.operation.kind not in WORLD_BOUND:
             do_without(group, exchange, piece, guilty, now, effects)
         else:
-            group.traffic.refund(exchange, piece.given.items())
-            fail(group, exchange, error, effects)
+            exchange.withhold(piece)
+            give_up(group, exchange, error, effects)
         effects.report(violation)
 
-    def _halt(self, group: Group, exchange: Exchange, index: int, found: NonFinite, effects: Effects) -> None:
-        """Hand out nothing any more in this group: a contribution to the slices from ``index`` was not finite."""
-        element = exchange.layout.span(index)[0] + found.element
-        error = non_finite(group, exchange, element, found)
-        halt_all(group, error, False, effects)
-        effects.report(Halted(group.order.group, error))
+    def _halt(self, group: Group, exchange: Exchange, piece: Piece, found: NonFinite, effects: Effects) -> None:
+        """Have nothing handed out any more in this group: a contribution to ``piece`` was not finite."""
+        exchange.withhold(piece)
+        element = exchange.layout.span(piece.start)[0] + found.element
+        effects.report(Halted(group.order.group, non_finite(group, exchange, element, found)))
 
     def _break(self, group: Group, exchange: Exchange, piece: Piece, found: Broken, effects: Effects) -> None:
         """Fail the exchange of ``piece``, which cannot be reduced, and nothing else."""
-        group.traffic.refund(exchange, piece.given.items())
-        error = broken(group, exchange, found)
-        fail(group, exchange, error, effects)
-        if exchange.key.stream == BUCKET:
-            effects.report(Halted(group.order.group, error, True))
+        exchange.withhold(piece)
+        give_up(group, exchange, broken(group, exchange, found), effects)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,12 +324,17 @@ class Data:
             if exchange.failure is None and exchange.touched + timeout <= now:
                 if not group.order.needs_all and do_without_overdue(group, exchange, now, effects):
                     continue
-                error = overdue(group, exchange)
-                fail(group, exchange, error, effects)
-                if exchange.key.stream == BUCKET:
-                    effects.report(Halted(group.order.group, error, True))
+                give_up(group, exchange, overdue(group, exchange), effects)
+                exchange.put_off(now)
         look(group, now, effects)
         leave_silent_out(group, now, effects)
+        self._plan_check(group)
+
+    def _plan_check(self, group: Group) -> None:
+        """Look at what is open when the first of it can be overdue. A recovery has a time of its own."""
+        if group.recovery is not None:
+            return
+        timeout = group.order.round_timeout
         waiting = [e.touched + timeout for e in group.exchanges.values() if e.failure is None]
         since = silent_since(group)
         waiting += [] if since is None else [since + timeout]

@@ -189,7 +189,7 @@ def _turn_away(group: Group, exchange: Exchange | None, member_id: int, push: Pu
 
 def _refuse_late(group: Group, member_id: int, key: ExchangeKey, effects: Effects) -> None:
     """Answer a push for a round that was closed without ``member_id``, which listens to its results, if any."""
-    error = group.halted or group.buckets_halted
+    error = group.buckets_halted
     if error is not None:
         say_failed(group, member_id, key, error, effects)
 
@@ -226,7 +226,7 @@ def open_exchange(
     if group.stragglers.closed and key.stream == BUCKET:
         late = tuple(member_id for member_id in participants if group.stragglers.is_closed(member_id, key))
         participants = tuple(member_id for member_id in participants if member_id not in late)
-    halted = group.halted or (group.buckets_halted if is_bucket else None)
+    halted = group.buckets_halted if is_bucket else group.halted
     departed = group.members.departed
     failure = halted or next((departed[member_id] for member_id in departed if member_id in participants), None)
     exchange = Exchange(

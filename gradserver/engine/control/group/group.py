@@ -140,9 +140,9 @@ class Group:
 
     # ── telling others ────────────────────────────────────────────────────────────────────────────────
 
-    def order(self, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
-        """Have all data shards obey ``order``, ``but`` one of them."""
-        self.shards.order(order, effects, but)
+    def order(self, order: RemoteOrder, effects: Effects) -> None:
+        """Have all data shards obey ``order``."""
+        self.shards.order(order, effects)
 
     def configure(
         self,

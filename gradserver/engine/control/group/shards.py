@@ -58,10 +58,10 @@ class DataShards:
     def __bool__(self) -> bool:
         return bool(self.connections)
 
-    def order(self, order: RemoteOrder, effects: Effects, but: int | None = None) -> None:
-        """Have all data shards obey ``order``, those elsewhere and the one `HERE`, ``but`` one of them."""
+    def order(self, order: RemoteOrder, effects: Effects) -> None:
+        """Have all data shards obey ``order``, those elsewhere and the one `HERE`."""
         for connection in self.all:
-            if connection not in (but, VACANT):
+            if connection != VACANT:
                 self._tell(connection, order, effects)
 
     def order_one(self, place: int, order: RemoteOrder, effects: Effects) -> None:
