@@ -1,10 +1,10 @@
 """The size of slices: so many that both directions of a link are busy, and no more than the coordinator has time for.
 
 A slice is stored and forwarded whole. So N bytes in slices of s, over a link of B bytes a second, take N/B and s/B. But
-each slice of a member also takes a fixed time of the coordinator, or of the data shard that has it, and of that member.
-The *grain* g is what reaches both meanwhile: the one over all links together, the other over its own. Then N/s slices
-cost N/s·g/B. The sum of both costs is least at s = √(N·g), where they are equal. So a rate that is wrong by a factor of
-two costs little.
+each slice also takes a fixed time of its member, and of the coordinator or data shard that it goes to. The *grain* g is
+what reaches both meanwhile: the one over its own link, the other over all links together. Then N/s slices cost N/s·g/B.
+The sum of both costs is least at s = √(N·g), where they are equal. So a rate that is wrong by a factor of two costs
+little.
 
 That sum is of processors that have no time to spare. Where the link is slow they wait for it, and deal with slices
 meanwhile. So no slice is larger than a few grains: then they are busy with slices for a small share of the time.
