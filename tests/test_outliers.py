@@ -273,7 +273,7 @@ def test_a_worker_that_is_in_line_again_is_cleared() -> None:
 @given(st.integers(2, 8), st.floats(1.0, 20.0), st.integers(0, 2**32))
 def test_noise_scale_is_that_of_the_samples(workers: int, spread: float, seed: int) -> None:
     """It is σ²/1 for elements of mean 1 and deviation σ, whatever the batches are."""
-    random, noise, numel = np.random.default_rng(seed), Noise(), 4000
+    random, noise, numel = np.random.default_rng(seed), Noise(), 16_000
     sizes = [float(size) for size in random.integers(4, 33, workers)]
     for _ in range(64):
         rows = [1.0 + spread * random.normal(size=numel) / math.sqrt(size) for size in sizes]
