@@ -249,10 +249,8 @@ class Products:
             yield self._table([None if one is None else one[start : start + _RUN] for one in self._given])
 
     def _table(self, given: Sequence[Array | None]) -> Array:
-        elements, stored = types_of(self._dtype, Op.MEAN)
-        rows = [None if one is None else one.reshape(-1) for one in given]
-        if elements != stored:
-            rows = [None if row is None else widen(row, self._dtype, elements) for row in rows]
+        elements, _ = types_of(self._dtype, Op.MEAN)
+        rows = [None if one is None else widen(one.reshape(-1), self._dtype, elements) for one in given]
         last = rows[-1]
         assert last is not None
         table = scratch(_TABLE, len(rows) * last.size, last.dtype).reshape(len(rows), last.size)

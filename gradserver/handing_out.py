@@ -37,7 +37,7 @@ def hand_out_of(
     ``scale`` has what `gradserver.mean.weigh` says of the weights.
     """
     op, kernel = command.operation.op, active().hand_out.get(command.operation.dtype.name)
-    if kernel is None or not targets or command.spans or command.digests is not None or len(rows) < 2:
+    if kernel is None or not command.targets or command.spans or command.digests is not None or len(rows) < 2:
         return None
     equal, divisor, weights = scale
     if op is Op.SUM and all(row is not None for row in rows):  # adding zeros makes -0 a 0
@@ -47,15 +47,12 @@ def hand_out_of(
     pairs = [(row, weight) for row, weight in zip(rows, weights, strict=True) if row is not None]
     given = Given.of([row for row, _ in pairs], [] if equal else [weight for _, weight in pairs], divisor)
     addresses = np.array([target.ctypes.data for target in targets], np.uint64)
-    itemsize = given.rows[0].itemsize
-
-    types = types_of(command.operation.dtype, op)
+    itemsize, (elements, _) = given.rows[0].itemsize, types_of(command.operation.dtype, op)
 
     def hand_out(begin: int, stop: int, limit: float) -> tuple[int, Sum]:
         end = begin + kernel(given, addresses, begin * itemsize, stop - begin, limit)
         if command.squares is None or end == begin:
             return end, NOTHING
-        written = targets[0][begin:end]
-        return end, squares(written if types[0] == types[1] else widen(written, command.operation.dtype, types[0]))
+        return end, squares(widen(targets[0][begin:end], command.operation.dtype, elements))
 
     return hand_out

@@ -185,13 +185,13 @@ def _number_type(dtype: DType, op: Op) -> np.dtype[Any]:
 
 
 def widen(row: Array, dtype: DType, elements: np.dtype[Any]) -> Array:
-    """Convert stored values of ``dtype`` to numbers of type ``elements``, which memory does not have as they are."""
+    """Convert stored values of ``dtype`` to numbers of type ``elements``: a copy, unless they are that already."""
     if dtype.name == "complex32":
         return row.astype(np.float32).view(elements)
     if dtype.name == "bfloat16":  # the upper half of a float32: ten times faster than an element-wise cast
         bits = row.astype(np.uint32)
         return np.left_shift(bits, 16, out=bits).view(np.float32)
-    return row.astype(elements)
+    return row.astype(elements, copy=False)
 
 
 def narrow(values: Array, dtype: DType, stored: np.dtype[Any]) -> Array:

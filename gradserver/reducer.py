@@ -208,7 +208,7 @@ class _Job:
         kept = np.empty(numel, self._stored) if command.keep else None
         self.kept: Buffer | None = None if kept is None else kept.view(np.uint8).data
         self._targets += [] if kept is None else [kept]
-        self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale) if command.targets else None
+        self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale)
         least = UNIT * self._parts if self._rule.is_robust else 0
         nbytes = SLICE_BYTES if self._hand_out and command.squares is None else _BLOCK_BYTES  # nothing is read again
         self._step = max(nbytes // max(self._elements.itemsize, self._stored.itemsize), least)
@@ -238,7 +238,8 @@ class _Job:
         if self._hand_out and (limit := self._look.thresholds[block] if self._look else math.inf) > 0:
             start, told = self._hand_out(start, stop, limit)
         if start == stop:
-            self._squares[block : block + 1] = [told] if self._squares else []
+            if self._squares:
+                self._squares[block] = told
             return None
         cut, is_whole = slice(start, stop), self.blocks == 1 and not start
         rows = self._rows if is_whole else [None if row is None else row[cut] for row in self._rows]

@@ -56,7 +56,7 @@ def _blocks(command: Reduce, given: Contribution) -> Iterator[Array]:
         row = np.zeros(count, stored)
     for start in range(0, row.size, _BLOCK):
         block = row[start : start + _BLOCK]
-        yield block if stored == elements else widen(block, command.operation.dtype, elements)
+        yield widen(block, command.operation.dtype, elements)
 
 
 def _decoded(command: Reduce, payload: Buffer) -> Array:
