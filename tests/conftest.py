@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,10 @@ from tests.examples import examples
 
 if TYPE_CHECKING:
     from tests.cluster import Gather
+    from tests.memory import Measured
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Many small workers share few cores here: threads of their own would only delay each other. The libraries read these
 # when they are first imported, and the processes that a test starts inherit them.
@@ -99,6 +105,20 @@ def _no_thread_left() -> Iterator[None]:
     for thread in left:  # a connection that breaks ends its threads soon
         thread.join(max(until - time.monotonic(), 0.0))
     assert not [thread.name for thread in left if thread.is_alive()]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Measured]:
+    """Yield a caller of functions in a process that has one thread, so that memory they measure is theirs alone.
+
+    A process of pytest-xdist has a second thread. It allocates memory for tests that it is sent, at any moment.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+
+        def call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+            return process.submit(function, *arguments, **named).result()
+
+        yield call
 
 
 @pytest.fixture(scope="module")

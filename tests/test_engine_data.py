@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -44,6 +43,7 @@ from tests.engine_harness import (
     small_slices,
     transfer,
 )
+from tests.memory import Measured, memory_of
 
 BARRIER = Operation(Kind.BARRIER, Op.NONE, UINT8, 0)
 
@@ -1011,23 +1011,24 @@ def test_a_new_plan_while_buckets_are_open_halts_the_group_and_mixes_nothing_up(
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("what", [BARRIER, all_reduce(1)], ids=str)
-def test_exchanges_that_one_member_opens_alone_are_bounded_by_its_credit(what: Operation) -> None:
+def memory_of_exchanges_that_one_member_opens_alone(what: Operation) -> int:
     harness = Harness(credit=MIN_CREDIT_BYTES, checked=False)
     harness.assemble(2)
     payload = None if what.kind is Kind.BARRIER else floats(1)
-    tracemalloc.start()
-    try:
-        for number in range(10_000):
-            harness.push(0, collective(number), payload, operation=what)
-            if harness.closed:
-                break
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    numbers = iter(range(10_000))
 
+    def exchange() -> None:
+        while not harness.closed:
+            harness.push(0, collective(next(numbers)), payload, operation=what)
+
+    used = memory_of(exchange).left
     assert isinstance(harness.refusal(SEATS), LimitExceededError)
-    assert used < MIN_CREDIT_BYTES + SLICE_BYTES
+    return used
+
+
+@pytest.mark.parametrize("what", [BARRIER, all_reduce(1)], ids=str)
+def test_exchanges_that_one_member_opens_alone_are_bounded_by_its_credit(measured: Measured, what: Operation) -> None:
+    assert measured(memory_of_exchanges_that_one_member_opens_alone, what) < MIN_CREDIT_BYTES + SLICE_BYTES
 
 
 def test_failures_that_others_have_yet_to_hear_of_are_bounded() -> None:
@@ -1063,18 +1064,20 @@ def test_tags_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"has used {most} different pairs of peer and tag" in str(harness.refusal(SEATS))
 
 
-def test_a_plan_of_gigabytes_takes_no_memory_of_its_own() -> None:
+def memory_of_a_plan_of_gigabytes() -> int:
     harness = Harness()
-    tracemalloc.start()
-    try:
+
+    def exchange() -> None:
         harness.assemble(2, plan_of(1 << 40))
         for rank in range(2):
             harness.push(rank, bucket(0), bytes(SLICE_BYTES))
         harness.inbox.clear()
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert used < MIB
+
+    return memory_of(exchange).left
+
+
+def test_a_plan_of_gigabytes_takes_no_memory_of_its_own(measured: Measured) -> None:
+    assert measured(memory_of_a_plan_of_gigabytes) < MIB
 
 
 def test_commands_of_a_reduction_hold_what_it_needs() -> None:

@@ -6,9 +6,7 @@ compared with those of others, with exact arithmetic, and with those of other ru
 
 from __future__ import annotations
 
-import gc
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -62,6 +60,7 @@ from tests.engine_harness import (
     transfer,
 )
 from tests.examples import examples
+from tests.memory import Measured, growth_of
 
 SLICE = 16
 """Bytes of a slice in these tests: four elements of float32."""
@@ -671,12 +670,12 @@ def test_a_member_that_ignores_its_credit_cannot_make_the_engine_keep_more(bucke
     assert bool(cluster.harness.closed) == (in_all > (slices + 1) * SLICE)
 
 
-def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+def growth_of_a_run() -> int:
     harness = Harness(checked=False)
     harness.assemble(2, plan_of(3, 1))
     numbers = iter(range(1 << 30))
 
-    def exchange(rounds: int) -> int:
+    def exchange(rounds: int) -> None:
         for _ in range(rounds):
             number = next(numbers)
             for part, size in enumerate((3, 1)):
@@ -685,12 +684,14 @@ def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
             for rank in range(2):
                 harness.push(rank, collective(number), operation=BARRIER)
             harness.inbox.clear()
-        gc.collect()
-        return sys.getallocatedblocks()
 
-    before = exchange(500)
-    assert exchange(3000) - before < 300, "less than one object in ten rounds"
+    growth = growth_of(exchange, 500, 3000)
     assert harness.group()["round"] == 3500
+    return growth
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run(measured: Measured) -> None:
+    assert measured(growth_of_a_run) < 300, "less than one object in ten rounds"
 
 
 # ── L8: bytes are data ────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import tracemalloc
 from collections.abc import Sequence
 
 import msgpack
@@ -91,6 +90,7 @@ from gradserver.protocol.messages.recovery import MAX_SPANS_BYTES, Fetch, Held, 
 from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.wire import decode, encode
 from tests.declarations import ALL_MESSAGES
+from tests.memory import Measured, memory_of
 
 PREFIX = b"GS" + bytes([PROTOCOL_VERSION])
 KEY = ExchangeKey(Stream.BUCKET, 3, 7)
@@ -543,20 +543,15 @@ BOMBS = {
 
 
 def memory_of_decoding(frames: list[bytes]) -> int:
-    tracemalloc.start()
-    try:
-        decodes_or_says_why(frames)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    return memory_of(lambda: decodes_or_says_why(frames)).peak
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_no_header_takes_more_memory_than_the_limits_say(bomb: str) -> None:
+def test_no_header_takes_more_memory_than_the_limits_say(measured: Measured, bomb: str) -> None:
     frame = PREFIX + BOMBS[bomb]
     assert len(frame) <= MAX_HEADER_BYTES
 
-    assert memory_of_decoding([frame]) <= MAX_DECODING_BYTES
+    assert measured(memory_of_decoding, [frame]) <= MAX_DECODING_BYTES
 
 
 def test_the_limit_of_memory_follows_from_the_other_limits() -> None:
@@ -566,13 +561,13 @@ def test_the_limit_of_memory_follows_from_the_other_limits() -> None:
     assert MAX_DECODING_BYTES <= 16 * MIB
 
 
-def test_a_frame_over_the_limit_is_not_even_looked_at() -> None:
+def test_a_frame_over_the_limit_is_not_even_looked_at(measured: Measured) -> None:
     frames = [PREFIX + BOMBS["empty maps"] + bytes(2 * MAX_HEADER_BYTES)]
 
-    assert memory_of_decoding(frames) < 16 * KIB
-    assert memory_of_decoding([encode(Push(KEY, 0)), bytes(8 * MIB)]) < 8 * MIB + 64 * KIB
+    assert measured(memory_of_decoding, frames) < 16 * KIB
+    assert measured(memory_of_decoding, [encode(Push(KEY, 0)), bytes(8 * MIB)]) < 8 * MIB + 64 * KIB
 
 
 @pytest.mark.parametrize(("message", "payloads"), SAMPLES, ids=lambda value: type(value).__name__)
-def test_an_ordinary_message_takes_next_to_nothing(message: Message, payloads: list[bytes]) -> None:
-    assert memory_of_decoding([encode(message), *payloads]) < 8 * KIB
+def test_an_ordinary_message_takes_next_to_nothing(measured: Measured, message: Message, payloads: list[bytes]) -> None:
+    assert measured(memory_of_decoding, [encode(message), *payloads]) < 8 * KIB

@@ -1,0 +1,47 @@
+"""Memory that a function takes. The fixture `measured` calls what measures in a process that has one thread."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Measured(Protocol):
+    """A call of a module's function in another process. Its arguments and its result can be pickled."""
+
+    def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T: ...
+
+
+class Memory(NamedTuple):
+    """Bytes of memory that a call has taken."""
+
+    left: int
+    """Those in use when it has returned."""
+    peak: int
+    """The most that were in use at one time."""
+
+
+def memory_of(call: Callable[[], object]) -> Memory:
+    """Call it, and return the memory that this process has taken meanwhile."""
+    tracemalloc.start()
+    try:
+        call()
+        return Memory(*tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+
+
+def growth_of(exchange: Callable[[int], None], before: int, more: int) -> int:
+    """Return how many objects are left by ``more`` rounds of an exchange, after ``before`` rounds."""
+    exchange(before)
+    gc.collect()
+    blocks = sys.getallocatedblocks()
+    exchange(more)
+    gc.collect()
+    return sys.getallocatedblocks() - blocks
