@@ -22,9 +22,9 @@ class Memory(NamedTuple):
     """Bytes of memory that a call has taken."""
 
     left: int
-    """Those in use when it has returned."""
+    """Bytes in use when it has returned."""
     peak: int
-    """The most that were in use at one time."""
+    """Most bytes in use at one time."""
 
 
 def memory_of(call: Callable[[], object]) -> Memory:

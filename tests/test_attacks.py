@@ -342,6 +342,11 @@ def test_what_may_be_said_in_messages_is_counted() -> None:
     parted = connections.stranger(b"member")
     assert parted is not None
     assert sum(parted.one_more(now) for _ in range(2 * PARTED_MESSAGES)) == PARTED_MESSAGES
+
+    connections.part(b"member", Traffic(), now, flooded=True)
+    flooding = connections.stranger(b"member")
+    assert flooding is not None
+    assert sum(flooding.one_more(now) for _ in range(2 * PARTED_MESSAGES)) == STRANGERS_MESSAGES
     connections.close()
 
 

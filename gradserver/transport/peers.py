@@ -116,9 +116,14 @@ class Peer:
     def may_say_more(self, messages: int = 1) -> bool:
         """Count a message without credit, which costs as much as ``messages``. Return False if it is one too many."""
         self._said += messages
-        if self._said > self._may_say:
+        if self.floods:
             self._may_say = MEMBERS_MESSAGES + int(MEMBERS_RATE * (time.monotonic() - self._since))
-        return self._said <= self._may_say
+        return not self.floods
+
+    @property
+    def floods(self) -> bool:
+        """True once it has sent more messages without credit than it may."""
+        return self._said > self._may_say
 
     def is_connected(self) -> bool:
         """Return True if the ZeroMQ connection is still there."""

@@ -454,7 +454,7 @@ class TcpServer:
         """
         if (peer := self._peers.pop(identity, None)) is not None:
             self._liveness.forget(peer)
-            self._connections.part(identity, peer.traffic, time.monotonic())
+            self._connections.part(identity, peer.traffic, time.monotonic(), peer.floods)
         self._gaps.pop(identity, None)
         self._strangers.part(identity, farewell)
         if self._unix is not None:

@@ -19,7 +19,8 @@ shutdown(2), and libzmq then acts as on any connection that breaks.
                 bytes of it that were not taken yet                  the same, and one message
                 bytes of a message that does not end                 MESSAGE_BYTES
                 messages that take no credit                         MEMBERS_MESSAGES, and MEMBERS_RATE each second
-                messages of one that is a member no more             PARTED_MESSAGES
+                messages of one that is a member no more             PARTED_MESSAGES; STRANGERS_MESSAGES, and
+                                                                     STRANGERS_RATE, if it has sent too many before
     all         bytes unread or not taken                            a quarter of the machine's memory
                 descriptors                                          what the process may have, less a reserve
 
@@ -51,7 +52,7 @@ STRANGERS_RATE: Final = 50.0
 STRANGERS_UNREAD: Final = 8 * MIB
 ALL_STRANGERS_BYTES: Final = 16 * MIB
 MESSAGE_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
-MEMBERS_MESSAGES: Final = 8192
+MEMBERS_MESSAGES: Final = 4096
 MEMBERS_RATE: Final = 1000.0
 PARTED_MESSAGES: Final = 16_384
 LOOK_SECONDS: Final = 0.05
@@ -297,11 +298,15 @@ class Connections:
         traffic.member = True
         return traffic
 
-    def part(self, identity: bytes, traffic: Traffic, now: float) -> None:
-        """Note that ``identity`` is a member no more. Messages of it may be under way."""
+    def part(self, identity: bytes, traffic: Traffic, now: float, flooded: bool = False) -> None:
+        """Note that ``identity`` is a member no more. Messages of it may be under way: few count if it has ``flooded``.
+
+        A flood goes on while the last words to it are sent, and libzmq keeps ten bytes for each byte of it.
+        """
         traffic.member, traffic.parted = False, now
         self._sayings.pop(identity, None)
-        self._remember(identity, Saying(traffic, PARTED_MESSAGES, now)).over = traffic.shut
+        messages = STRANGERS_MESSAGES if flooded else PARTED_MESSAGES
+        self._remember(identity, Saying(traffic, messages, now)).over = traffic.shut
 
     def silence(self, saying: Saying, answers: bool) -> None:
         """Drop all that still comes from a stranger. ``answers``: it can be answered, so its connection is known."""
