@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Send, make
+from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Repeated, Send, make
 from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
@@ -26,29 +26,15 @@ _FIRST, _NONE, _MEAN = Op.FIRST, Op.NONE, Op.MEAN
 
 def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects: Effects) -> None:
     """Have some slices reduced, to which all contributions are in."""
-    operation = exchange.operation
-    weighed = operation.kind in WEIGHED
-    contributions = [
-        make(Contribution, (member_id, run.weight, run.payload if run.present else None))
-        for member_id, run in piece.given.items()
-        if not weighed or run.weight > 0
-    ]
-    repeated = None
-    if operation.op is _MEAN and weighed and exchange.key.stream == BUCKET:
-        number = exchange.key.number
-        contributions, repeated = group.witnesses.sort_out(number, group.rounds[number], contributions)
-    present = [contribution for contribution in contributions if contribution.payload is not None]
-    if not weighed and operation.kind not in _GIVEN_BY_ALL:
-        contributions = present
-    if operation.op is _FIRST:
-        contributions = present[:1]
-    if not present:
-        if not (operation.is_lossy and group.order.durable and exchange.key.stream == BUCKET):
+    operation, key = exchange.operation, exchange.key
+    contributions, repeated = _counting(group, exchange, piece)
+    if not any(contribution.payload is not None for contribution in contributions):
+        if not (operation.is_lossy and group.order.durable and key.stream == BUCKET):
             answer(group, exchange, piece, None, now, effects)
             return
         contributions = []  # what an earlier reduction of this round has left is void: its result was lost
     owner, receivers = exchange.owner(piece), _receivers(exchange, piece)
-    getters = [piece.given[member_id] for member_id in receivers if gets(operation, member_id, exchange.key, owner)]
+    getters = [piece.given[member_id] for member_id in receivers if gets(operation, member_id, key, owner)]
     targets = [run.target or run.payload for run in getters if run.shared and run.payload is not None]
     if operation.op is _NONE and operation.kind not in _GIVEN_BY_ALL and not targets:
         (contribution,) = contributions  # one gives, others get: the bytes pass through as they are
@@ -58,53 +44,68 @@ def complete(group: Group, exchange: Exchange, piece: Piece, now: float, effects
             answer(group, exchange, piece, passed, now, effects)
             return
     exchange.begin_reduction(piece)
-    layout = exchange.layout
-    nbytes, numel = layout.run_bytes(piece.start, piece.stop), layout.run_numel(piece.start, piece.stop)
     keep = len(targets) < len(getters) or bool(group.listeners.of(exchange, piece))
-    key = exchange.key
-    digests, nonfinite, memory = None, PROPAGATE, None  # a collective carries any number, and has no next round
-    spans: Sequence[tuple[int, int]] = ()
-    mean = PLAIN
-    squares: list[float] | None = None
-    measures: Measures | None = None
-    if key.stream == BUCKET:
-        nonfinite = group.order.nonfinite
-        if operation.op is _MEAN:
-            mean = group.order.mean
-            squares = [] if operation.kind is Kind.ALL_REDUCE else None
-            if squares is not None and len(contributions) > 1:
-                measures = group.measures(key)
-                group.rounds[key.number].compare(key.part, numel)
-            if nonfinite is not HALT and nonfinite is not PROPAGATE:
-                spans = _spans(exchange, piece)
-        if operation.is_lossy:
-            memory = group.memory(key.part, piece.start)
-        if group.rounds[key.number].hashed:
-            digests = Digests(group.places[key.part], [])
-    where = group.order.group, group.order.epoch, key, piece.start
-    what = operation, layout.span(piece.start)[0], nbytes, numel
-    reduction = Reduce(
-        *where,
-        *what,
-        memory,
-        contributions,
-        targets,
-        keep,
-        digests,
-        nonfinite,
-        0,
-        (),
-        spans,
-        mean,
-        squares,
-        measures,
-        repeated,
-        layout.step,
-    )
+    reduction = _reduction(group, exchange, piece, contributions, repeated, targets, keep)
     if operation.kind in PORTIONED:  # each member gets a part of it
         places = [place for place, run in enumerate(piece.given.values()) if run.shared]
         reduction = reduction._replace(world=len(piece.given), places=places)
     effects.reduce(reduction)
+
+
+def _counting(group: Group, exchange: Exchange, piece: Piece) -> tuple[list[Contribution], Repeated | None]:
+    """Return the contributions that count, in rank order, and those to be compared first."""
+    operation, number = exchange.operation, exchange.key.number
+    weighed = operation.kind in WEIGHED
+    contributions = [
+        make(Contribution, (member_id, run.weight, run.payload if run.present else None))
+        for member_id, run in piece.given.items()
+        if not weighed or run.weight > 0
+    ]
+    if weighed and operation.op is _MEAN and exchange.key.stream == BUCKET:
+        return group.witnesses.sort_out(number, group.rounds[number], contributions)
+    if operation.op is _FIRST or (not weighed and operation.kind not in _GIVEN_BY_ALL):
+        contributions = [contribution for contribution in contributions if contribution.payload is not None]
+    return contributions[:1] if operation.op is _FIRST else contributions, None
+
+
+def _reduction(
+    group: Group,
+    exchange: Exchange,
+    piece: Piece,
+    contributions: Sequence[Contribution],
+    repeated: Repeated | None,
+    targets: Sequence[Buffer],
+    keep: bool,
+) -> Reduce:
+    """Return the reduction of some slices, by the group's rules if they are a round's."""
+    order, layout, key, operation = group.order, exchange.layout, exchange.key, exchange.operation
+    numel = layout.run_numel(piece.start, piece.stop)
+    where = order.group, order.epoch, key, piece.start
+    what = operation, layout.span(piece.start)[0], layout.run_bytes(piece.start, piece.stop), numel
+    if key.stream != BUCKET:  # a collective carries any number, and has no next round
+        return Reduce(*where, *what, None, contributions, targets, keep, nonfinite=PROPAGATE, each=layout.step)
+    averages = operation.op is _MEAN
+    tells = averages and operation.kind is Kind.ALL_REDUCE
+    measures: Measures | None = None
+    if tells and len(contributions) > 1:
+        measures = group.measures(key)
+        group.rounds[key.number].compare(key.part, numel)
+    return Reduce(
+        *where,
+        *what,
+        group.memory(key.part, piece.start) if operation.is_lossy else None,
+        contributions,
+        targets,
+        keep,
+        digests=Digests(group.places[key.part], []) if group.rounds[key.number].hashed else None,
+        nonfinite=order.nonfinite,
+        spans=_spans(exchange, piece) if averages and order.nonfinite not in (HALT, PROPAGATE) else (),
+        mean=order.mean if averages else PLAIN,
+        squares=[] if tells else None,
+        measures=measures,
+        repeated=repeated,
+        each=layout.step,
+    )
 
 
 def portions(payload: Buffer, count: int) -> tuple[Buffer, ...]:
