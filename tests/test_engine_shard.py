@@ -66,6 +66,7 @@ from gradserver.protocol.messages import (
     Push,
     Reported,
     Result,
+    Scope,
     Welcome,
 )
 from gradserver.protocol.messages.recovery import Resume
@@ -391,6 +392,24 @@ def test_a_data_shard_that_wants_to_join_a_group_is_no_shard_any_more() -> None:
     assert any("a data shard's, which joins no group" in log.text for log in harness.logs)
     assert harness.engine.control.roster.shards == {}
     assert harness.engine.control.groups == {}
+
+
+@pytest.mark.parametrize("buckets_only", [False, True], ids=["all", "buckets"])
+def test_members_of_a_halted_group_that_loses_a_shard_hear_the_error_that_halted_it(buckets_only: bool) -> None:
+    harness = ShardedHarness(rates=(1.0, 1.0, 1.0))
+    harness.assemble(2, plan_of(3))
+    first = NonFiniteError("w1 contributed NaN")
+    harness.receive(LINKS + 1, Reported(), encode_report(1, Halted("default", first, buckets_only)))
+
+    harness.lose_shard(1)
+
+    for rank in range(2):
+        ((failure, _),) = harness.sent(rank)
+        assert isinstance(failure, Failure)
+        assert (failure.scope, str(failure.exception())) == (Scope.CONNECTION, str(first))
+        harness.push_to(0, rank, collective(0), bytes(4), operation=all_reduce(1))
+        assert str(harness.failure(rank, key=collective(0))) == str(first), "what the other shards say"
+    assert harness.group()["broken"] == str(first)
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ TIMERS: Final = (
     ),
     Timer(
         shard_replacement.deadline,
-        lambda _, group, effects: members.freeze(group, shard_replacement.overdue(group), effects),
+        lambda _, group, effects: members.halt(group, shard_replacement.overdue(group), effects, frozen=True),
         "No process has taken a lost data shard's place, for the group's timeout.",
         "The group is broken.",
     ),

@@ -120,21 +120,22 @@ def _break_without(group: Group, member_id: int, reason: str, politely: bool, ef
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool = False) -> None:
-    """Let the group go no further; the first reason stands. Members hear of it in what they exchange next.
+def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool = False) -> GradServerError:
+    """Let the group go no further, and return why: the first error counts. Members hear of it in what they exchange.
 
     If the group is ``frozen`` by the loss of a shard, or is in a recovery, they exchange nothing: they are told.
     """
-    is_new = group.be_broken(error)
-    if is_new and not isinstance(error, WorkerLeftError):
-        journal.halted(group, error, effects)
-        effects.log(f"group {group.name!r} is broken: {error.message}", warning=True)
-    fail_all(group, error, effects)
+    is_new, first = group.be_broken(error), group.broken or error
+    if is_new and not isinstance(first, WorkerLeftError):
+        journal.halted(group, first, effects)
+        effects.log(f"group {group.name!r} is broken: {first.message}", warning=True)
+    fail_all(group, first, effects)
     turns.broken(group, effects)
     if frozen or (is_new and group.recovery.is_open):
-        _tell(group, Failure.of(error, Scope.CONNECTION), effects)
+        _tell(group, Failure.of(first, Scope.CONNECTION), effects)
     elif group.planes.choice.plane in AMONG_MEMBERS:  # some may wait for the lost one, and for nothing from here
-        _tell(group, Failure.of(error, Scope.EXCHANGE, AMONG), effects)
+        _tell(group, Failure.of(first, Scope.EXCHANGE, AMONG), effects)
+    return first
 
 
 def _tell(group: Group, failure: Failure, effects: Effects) -> None:
@@ -144,19 +145,14 @@ def _tell(group: Group, failure: Failure, effects: Effects) -> None:
             effects.send(member.connection, failure)
 
 
-def freeze(group: Group, error: GradServerError, effects: Effects) -> None:
-    """Break a group that lacks a data shard, and tell its members.
+def halt(
+    group: Group, error: GradServerError, effects: Effects, *, buckets_only: bool = False, frozen: bool = False
+) -> None:
+    """Break a group, and have all shards tell members the first error in what they exchange, or in ``buckets_only``.
 
-    They wait for what that shard does not say, and would not hear for long that it is frozen.
+    If a lost shard has ``frozen`` the group, members are told at once: they wait for what that shard does not say.
     """
-    _break(group, error, effects, frozen=True)
-    group.order(Halt(group.name, error, False), effects)
-
-
-def halt(group: Group, error: GradServerError, effects: Effects, buckets_only: bool = False) -> None:
-    """Break a group, as members contradict each other, or a data shard cannot go on. All shards tell members so."""
-    _break(group, error, effects)
-    group.order(Halt(group.name, group.broken or error, buckets_only), effects)
+    group.order(Halt(group.name, _break(group, error, effects, frozen), buckets_only), effects)
 
 
 def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:

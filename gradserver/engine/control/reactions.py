@@ -216,7 +216,7 @@ def lose_shard(event: Event) -> None:
     assert isinstance(what, ShardLost)
     place = group.shards.vacate(event.source)
     if not group.is_durable or group.state is State.BROKEN:
-        members.freeze(group, what.error, effects)
+        members.halt(group, what.error, effects, frozen=True)
         return
     recovery.promote_contributors(event.registry, group, effects)
     event.follow()
@@ -300,7 +300,7 @@ def be_absent(event: Event) -> None:
 def halt(event: Event) -> None:
     """Break the group, and have all shards halt it: what they hand out no result of fails."""
     assert isinstance(event.what, Halted)
-    members.halt(event.group, event.what.error, event.effects, event.what.buckets_only)
+    members.halt(event.group, event.what.error, event.effects, buckets_only=event.what.buckets_only)
 
 
 def state_comes(event: Event) -> None:
