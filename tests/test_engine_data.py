@@ -993,8 +993,8 @@ def test_a_new_plan_while_buckets_are_open_halts_the_group_and_mixes_nothing_up(
 
     failures = [message for message, _ in harness.sent(0) if isinstance(message, Failure)]
     assert [(failure.scope, failure.key) for failure in failures] == [
-        (Scope.EXCHANGE, bucket(0, 1)),
         (Scope.PROPOSAL, None),
+        (Scope.EXCHANGE, bucket(0, 1)),
     ]
     for failure in failures:
         error = failure.exception()
@@ -1002,7 +1002,7 @@ def test_a_new_plan_while_buckets_are_open_halts_the_group_and_mixes_nothing_up(
         assert "bucket 'b1' of round 0 was open when a new plan was agreed on" in str(error)
     assert harness.group()["state"] == "broken"
     harness.sent(1)
-    harness.push(0, bucket(0, 0), bytes(4 * sizes[0]))
+    harness.push(0, bucket(0, 0), floats(1))
     assert isinstance(harness.failure(0, key=bucket(0, 0)), OutOfStepError)
     harness.wait(TIMEOUT)
     json.dumps(harness.engine.snapshot(harness.now))

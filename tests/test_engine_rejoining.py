@@ -7,7 +7,7 @@ import pytest
 from gradserver.engine.policy import Policy
 from gradserver.engine.records import Boundary, Closed, Round
 from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError
+from gradserver.protocol.errors import JoinRefusedError, LeftOutError, MembershipChangedError, PlanMismatchError
 from gradserver.protocol.exchange import Kind, Op, Operation
 from gradserver.protocol.messages import (
     Agreed,
@@ -110,6 +110,20 @@ def test_behind_a_round_with_a_new_member_a_coordinator_that_comes_back_says_the
     assert [type(record) for record in written[-2:]] == [Round, Boundary]
     assert {(done.round, done.epoch) for done in said} == {(2, 2)}
     assert group.harness.engine.control.groups["default"].rounds.told == (2, 2)
+
+
+def test_a_learner_that_has_begun_a_round_when_the_others_agree_on_another_plan_has_to_join_again() -> None:
+    group, _ = entered()
+    group.harness.push(2, bucket(2), ONE)
+    other = plan_of(4, 4)
+    for rank in range(2):
+        group.told(rank, SEATS)
+        group.harness.receive(SEATS + rank, Propose(other.hash, 2), other.encoded)
+
+    assert isinstance(group.harness.refusal(SEATS + 2), PlanMismatchError)
+    assert group.names() == ["w0", "w1"]
+    for rank in range(2):
+        assert Agreed(other.hash, 2) in group.told(rank, SEATS), "what a learner has begun halts no group"
 
 
 def test_all_hear_of_a_member_that_came_in_without_their_hearing() -> None:

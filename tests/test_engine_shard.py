@@ -330,20 +330,30 @@ def test_members_hear_why_a_shard_cannot_go_on_when_the_coordinator_has_halted_t
     assert harness.next_deadline() is None
 
 
-def test_nothing_is_left_at_a_shard_of_a_halt_of_which_a_recovery_keeps_the_coordinator_from_hearing() -> None:
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "a recovery begins"])
+def test_members_hear_that_a_bucket_was_open_when_they_agreed_on_a_plan_if_the_coordinator_does(is_heard: bool) -> None:
     harness = ShardedHarness({"default": Policy(1, 4)}, rates=(0.0, 1.0), incarnation=1)
     harness.assemble(2, plan_of(3))
     harness.push_to(1, 0, bucket(0), floats(1, 2, 3))
     harness.slow = True
     for rank in range(2):
         harness.propose(rank, plan_of(4))
-    harness.pass_on(1)  # the shard has a new plan, and a bucket of the one before
-    assert harness.shard(1).data.groups["default"].buckets_halted is not None
-    harness.receive(LINKS - 1, Resume("default", 1, harness.welcomes[1].token, 1, ""))
+    harness.pass_on(1)  # the shard is to go by a new plan, and has a bucket of the one before
+    assert harness.silent(0, 1), "the coordinator has yet to hear"
+    if not is_heard:
+        harness.receive(LINKS - 1, Resume("default", 1, harness.welcomes[1].token, 1, ""))
+        harness.sent(0)
     harness.flush()
 
-    assert harness.group()["state"] == "recovering"
-    assert harness.shard(1).data.groups["default"].buckets_halted is None
+    if is_heard:
+        for rank, scopes in enumerate([{Scope.PROPOSAL, Scope.EXCHANGE}, {Scope.PROPOSAL}]):
+            told = [message for message, _ in harness.sent(rank)]
+            assert {failure.scope for failure in told if isinstance(failure, Failure)} == scopes
+            assert all(isinstance(failure, Failure) and failure.error == "OutOfStepError" for failure in told)
+    else:
+        assert not any(isinstance(message, Failure) for message, _ in harness.sent(0))
+    assert harness.group()["state"] == ("broken" if is_heard else "recovering")
+    assert (harness.shard(1).data.groups["default"].buckets_halted is not None) == is_heard
 
 
 # ── what comes from the coordinator, and what does not ────────────────────────────────────────────────

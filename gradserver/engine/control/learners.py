@@ -75,9 +75,8 @@ def compare_plans(group: Group, effects: Effects) -> None:
         effects.log(error.message, warning=True)
 
 
-def outdated(group: Group) -> list[Learner]:
-    """Return learners that agreed to a plan which is not the group's any more."""
-    plan = group.plans.plan
+def outdated(group: Group, plan: Plan | None) -> list[Learner]:
+    """Return learners that agreed to another plan than the group's, which is ``plan`` or is about to be."""
     here, numbers = ("", []) if plan is None else (plan.hash, [section.number for section in plan.each])
     return [
         learner
@@ -87,10 +86,10 @@ def outdated(group: Group) -> list[Learner]:
     ]
 
 
-def evict_outdated(group: Group, effects: Effects) -> None:
-    """Have learners join again that agreed to a plan which is not the group's any more."""
+def evict_outdated(group: Group, plan: Plan | None, effects: Effects) -> None:
+    """Have learners join again that agreed to another plan than the group's, which is ``plan`` or is about to be."""
     error = PlanMismatchError(f"group {group.name!r} has agreed on another plan meanwhile: start again with that one")
-    _evict(outdated(group), Event.OUTDATED, error, effects)
+    _evict(outdated(group, plan), Event.OUTDATED, error, effects)
 
 
 def hear(

@@ -270,8 +270,8 @@ RULES: Final = (
         "SetPlan to all shards if all are alike; otherwise the minority is told what differs.",
     ),
     Rule(
-        lambda _, group: bool(group.learners) and bool(learners.outdated(group)),
-        lambda _, group, effects: learners.evict_outdated(group, effects),
+        lambda _, group: bool(group.learners) and bool(learners.outdated(group, group.plans.plan)),
+        lambda _, group, effects: learners.evict_outdated(group, group.plans.plan, effects),
         "A learner has agreed to a plan that is not the group's any more.",
         "It has to join again.",
     ),

@@ -73,7 +73,7 @@ def are_complete(group: Group) -> bool:
 def agree(group: Group, effects: Effects) -> None:
     """Agree on the plan that all members have proposed, or tell the minority what differs.
 
-    Learners that had agreed to the plan before are `gradserver.engine.control.learners.outdated` then.
+    Learners that had agreed to the plan before are evicted first: some may have begun the next round by that.
     """
     reference, all_alike = group.plans.reference()
     if not all_alike:
@@ -97,6 +97,9 @@ def agree(group: Group, effects: Effects) -> None:
         return
     if text := _unsuited(group, plan):
         fail_all(group, InvalidArgumentError(text), effects)
+        return
+    if learners.outdated(group, plan):
+        learners.evict_outdated(group, plan, effects)
         return
     group.plans.await_shards(plan, group.shards.all)
     group.order(SetPlan(group.name, plan, group.rounds.number), effects)

@@ -16,7 +16,7 @@ An exchange lives from the first push for it to the last result:
     OPEN       … of a bucket; non-finite, halts    OPEN       its slices get no result: control is told
     OPEN       Halt                                FAILED     every contributor is told why
     OPEN       non-finite, by another policy       OPEN       the slices' results name it (`nonfinite`)
-    OPEN       a new plan, for a bucket            FAILED     every contributor is told
+    OPEN       a new plan, for a bucket            OPEN       the plan is not taken: control is told
     OPEN       a contributor goes on without it    FAILED     every contributor is told (with several shards)
     FAILED     push of the first slice             FAILED     the sender is told
     FAILED     push of a later slice               FAILED     dropped
@@ -102,7 +102,6 @@ class Data:
                 effects.report(Applied(name, order.version))
             case SetPlan(name, plan, first_round):
                 self._set_plan(self.groups[name], plan, first_round, effects)
-                effects.report(Planned(name, plan.hash))
             case Break(name, member_id, error):
                 self._break_without(self.groups[name], member_id, error, effects)
                 recovery.forget(self.groups[name], member_id, now, effects)
@@ -154,16 +153,16 @@ class Data:
             recovery.forget(group, departure.member_id, now, effects)
 
     def _set_plan(self, group: Group, plan: Plan, first_round: int, effects: Effects) -> None:
-        """Exchange the buckets of ``plan`` from ``first_round`` on. A round of another plan is given up."""
+        """Exchange the buckets of ``plan`` from ``first_round`` on; or have the group halt, as a round is not over."""
         for exchange in list(group.exchanges.values()):
             if exchange.key.stream == BUCKET and exchange.failure is None:
-                if not exchange.pushed:  # departed members alone had begun it
-                    group.exchanges.end(exchange)
-                    continue
-                error = OutOfStepError(f"{group.describe(exchange.key)} was open when a new plan was agreed on")
-                fail(group, exchange, error, effects)
-                effects.report(Halted(group.order.group, error, True))
+                if exchange.pushed:
+                    what = f"{group.describe(exchange.key)} was open when a new plan was agreed on"
+                    give_up(group, exchange, OutOfStepError(what), effects)
+                    return
+                group.exchanges.end(exchange)  # departed members alone had begun it
         group.agree(plan, first_round)
+        effects.report(Planned(group.order.group, plan.hash))
 
     def _break_without(self, group: Group, member_id: int, error: GradServerError, effects: Effects) -> None:
         group.disturb()
