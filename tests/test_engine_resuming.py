@@ -12,8 +12,8 @@ from gradserver.engine.commands import Close, Log
 from gradserver.engine.control.group.shards import HIRE_SECONDS
 from gradserver.engine.control.sessions import check
 from gradserver.engine.effects import Effects
-from gradserver.engine.events import Branched, Disconnected, Garbled
-from gradserver.engine.journal_state import Dated
+from gradserver.engine.events import Branched, Disconnected, Garbled, NonFinite
+from gradserver.engine.journal_state import MAX_ENDED, Dated
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
 from gradserver.engine.reports import Behind
@@ -833,6 +833,54 @@ def test_a_group_that_was_halted_stays_so() -> None:
     group.resume(0)
 
     assert isinstance(group.refusal(0), NonFiniteError)
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+@pytest.mark.parametrize("is_halted", [True, False], ids=["halted", "over"])
+def test_a_member_that_comes_back_hears_how_its_group_has_ended_from_each_coordinator(
+    restarts: int, is_halted: bool
+) -> None:
+    group = Group()
+    if is_halted:
+        group.harness.lazy = True
+        for rank in range(2):
+            group.harness.push(rank, bucket(0, 0), ONE)
+        group.harness.answer(group.harness.reduces.pop(), NonFinite(1, 0, "NaN"))
+    group.harness.lose(1)
+    group.harness.wait(POLICY.dead_after / 2)
+    group.harness.leave(0)
+    assert not group.harness.engine.control.groups
+    for _ in range(restarts):
+        group.harness.restart()
+
+    group.resume(1)
+
+    error = group.refusal(1)
+    if is_halted:
+        assert isinstance(error, NonFiniteError)
+        assert "'w1' (rank 1) contributed NaN" in error.message
+    else:
+        assert isinstance(error, JoinRefusedError)
+        left = "'w0' (rank 0) left (done), the last worker"
+        assert f"no durable group 'default' to resume in, as {left}: call connect again" in error.message
+
+
+def test_it_is_known_of_the_latest_groups_how_they_have_ended() -> None:
+    harness = Fused({"default": Policy(1, 2)})
+    for number in range(MAX_ENDED + 9):
+        harness.join(SEATS, "w0", group=f"g{number}", world=1)
+        harness.leave(0)
+    kept = [f"g{number}" for number in range(9, MAX_ENDED + 9)]
+    assert list(harness.engine.control._registry.ended) == kept
+    for _ in range(2):
+        harness.restart()
+        assert list(harness.engine.control._registry.ended) == kept
+
+    harness.join(SEATS, "w0", group=kept[0], world=1)
+
+    assert list(harness.engine.control._registry.ended) == kept[1:], "a group of that name is there again"
+    harness.restart()
+    assert list(harness.engine.control._registry.ended) == kept[1:]
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,19 @@ def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tm
     assert f"to resume in, as {what}: call connect again" in told.message.text
 
 
+def test_a_group_that_lacks_a_member_that_it_needs_says_which_one_has_left(tmp_path: Path) -> None:
+    write(tmp_path, *FOUNDED, Epoch("g", 2, 0, ((0, "a"),), "'b' (rank 1) left (done)"))
+
+    found, logs = engine(tmp_path, 2)
+
+    what = "'b' (rank 1) left (done), and all 2 workers are needed"
+    assert logs == [f"group 'g' ends: {what}"]
+    told, *_ = found.handle(Received(7, Resume("g", 0, "", 1, "")), 1.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failure)
+    assert f"to resume in, as {what}: call connect again" in told.message.text
+
+
 @pytest.mark.parametrize("names", ["ab", "ba", "abc"])
 def test_an_elastic_group_ends_when_all_its_workers_are_started_anew(names: str, tmp_path: Path) -> None:
     write(tmp_path, *FOUNDED, round_record(7))

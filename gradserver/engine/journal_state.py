@@ -34,13 +34,17 @@ from gradserver.engine.records import (
     Subgroup,
     Told,
 )
+from gradserver.protocol.errors import ERRORS, GradServerError, JoinRefusedError
 from gradserver.protocol.limits import MAX_ENDED_GROUPS, MAX_WORLD_SIZE
 from gradserver.protocol.offers import Offer
 
 K = TypeVar("K", bound=Kind)
+E = TypeVar("E")
 
 _MAX_SPENT: Final = 2 * MAX_ENDED_GROUPS
 """Groups of which the used quota is restated: more than there can be in all."""
+MAX_ENDED: Final = 64
+"""Durable groups that have ended, the latest, of which a member that comes back hears how."""
 MAX_EPOCHS: Final = 256
 """Memberships that a member may have to hear of when it comes back."""
 _POLICIES: Final[tuple[type[Kind], ...]] = (Handling, Stragglers, Moded, Commits)
@@ -60,6 +64,24 @@ class Dated(NamedTuple):
 
     clock: float
     record: Kind
+
+
+class Ended(NamedTuple):
+    """A durable group that has ended: the records that say so, which are restated, and the error for its members."""
+
+    records: tuple[Dated, ...]
+    error: GradServerError
+
+
+def error_of(halt: Halt) -> GradServerError:
+    """Return the error that halted a group."""
+    return ERRORS.get(halt.error, GradServerError)(halt.reason)
+
+
+def over(group: str, reason: str) -> JoinRefusedError:
+    """Return what members of a group are told that come back when it has ended, for another ``reason`` than a halt."""
+    what = f"there is no durable group {group!r} to resume in, as {reason}"
+    return JoinRefusedError(f"{what}: call connect again to join a new one")
 
 
 class GroupState:
@@ -89,6 +111,13 @@ class GroupState:
         self.offers: dict[int, Offer] = {}
         self._chosen: dict[int, Dated] = {}
         """Choices of the plane, by epoch: of the one in force and of later ones."""
+
+    def close(self, closed: Dated) -> Ended:
+        """Return how the group has ended, by the record of that."""
+        assert isinstance(closed.record, Closed)
+        halt, name = self.latest(Halt), closed.record.group
+        error = over(name, closed.record.reason) if halt is None else error_of(halt)
+        return Ended((*(self._latest[kind] for kind in (Group, Durable, Halt) if kind in self._latest), closed), error)
 
     def latest(self, kind: type[K]) -> K | None:
         """Return the latest record of a kind."""
@@ -222,10 +251,12 @@ class JournalState:
 
     Attributes:
         groups: groups that have not ended, by name.
+        ended: durable groups that have ended, the latest, by name.
     """
 
     def __init__(self) -> None:
         self.groups: dict[str, GroupState] = {}
+        self.ended: dict[str, Ended] = {}
         self._start: list[Dated] = []
         self._spent: dict[str, Dated] = {}
         """Quota that groups have used, also if they have ended."""
@@ -244,9 +275,12 @@ class JournalState:
                 if len(self._spent) > _MAX_SPENT:
                     del self._spent[next(iter(self._spent))]
             case Group(group):
+                self.ended.pop(group, None)
                 self.groups[group] = GroupState(dated)
             case Closed(group):
-                self.groups.pop(group, None)
+                known = self.groups.pop(group, None)
+                if known is not None and known.is_durable:
+                    keep_latest(self.ended, group, known.close(dated))
             case Chosen(group) if group in self.groups:
                 self.groups[group].take_choice(dated, record)
             case _ if (group := record.of_group) in self.groups:
@@ -255,4 +289,13 @@ class JournalState:
     def records(self) -> list[Dated]:
         """Return the records that are to be restated, in an order in which they can be read."""
         groups = (dated for name, group in self.groups.items() for dated in group.records(name))
-        return [*self._start, *self._spent.values(), *groups]
+        ended = (dated for one in self.ended.values() for dated in one.records)
+        return [*self._start, *self._spent.values(), *ended, *groups]
+
+
+def keep_latest(ended: dict[str, E], name: str, how: E) -> None:
+    """Note how a group has ended, and forget that of others, so that it is known of the latest ones."""
+    ended.pop(name, None)
+    ended[name] = how
+    if len(ended) > MAX_ENDED:
+        del ended[next(iter(ended))]

@@ -34,7 +34,7 @@ from gradserver.engine.records import (
     Stragglers,
     Subgroup,
 )
-from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.errors import GradServerError, WorkerLeftError
 from gradserver.protocol.plan import Plan as PlanTable
 from gradserver.protocol.ranges import Ranges
 
@@ -161,6 +161,11 @@ def begun(
     """
     versions = tuple(Computed(*one) for one in cohort.items())
     _write(group, Begun(group.name, group.members.epoch, number, versions, tuple(others), section), effects)
+
+
+def is_halt(error: GradServerError) -> bool:
+    """Tell whether ``error`` is written when it breaks a group. That a member has left in peace its membership says."""
+    return not isinstance(error, WorkerLeftError)
 
 
 def halted(group: Group, error: GradServerError, effects: Effects) -> None:

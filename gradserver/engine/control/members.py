@@ -23,7 +23,7 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
 from gradserver.engine.order_fields import Departure
 from gradserver.engine.orders import Break, Halt
-from gradserver.protocol.errors import DeadlineError, GradServerError, WorkerLeftError
+from gradserver.protocol.errors import DeadlineError, GradServerError
 from gradserver.protocol.exchange import AMONG_MEMBERS as AMONG
 from gradserver.protocol.limits import PROBE_SECONDS
 from gradserver.protocol.messages import Failure, Scope
@@ -120,13 +120,13 @@ def _break_without(group: Group, member_id: int, reason: str, politely: bool, ef
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool = False) -> GradServerError:
-    """Let the group go no further, and return why: the first error counts. Members hear of it in what they exchange.
+def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool = False) -> None:
+    """Let the group go no further; the first error counts. Members hear of it in what they exchange next.
 
     If the group is ``frozen`` by the loss of a shard, or is in a recovery, they exchange nothing: they are told.
     """
     is_new, first = group.be_broken(error), group.broken or error
-    if is_new and not isinstance(first, WorkerLeftError):
+    if is_new and journal.is_halt(first):
         journal.halted(group, first, effects)
         effects.log(f"group {group.name!r} is broken: {first.message}", warning=True)
     fail_all(group, first, effects)
@@ -135,7 +135,6 @@ def _break(group: Group, error: GradServerError, effects: Effects, frozen: bool 
         _tell(group, Failure.of(first, Scope.CONNECTION), effects)
     elif group.planes.choice.plane in AMONG_MEMBERS:  # some may wait for the lost one, and for nothing from here
         _tell(group, Failure.of(first, Scope.EXCHANGE, AMONG), effects)
-    return first
 
 
 def _tell(group: Group, failure: Failure, effects: Effects) -> None:
@@ -152,7 +151,8 @@ def halt(
 
     If a lost shard has ``frozen`` the group, members are told at once: they wait for what that shard does not say.
     """
-    group.order(Halt(group.name, _break(group, error, effects, frozen), buckets_only), effects)
+    _break(group, error, effects, frozen)
+    group.order(Halt(group.name, group.broken or error, buckets_only), effects)
 
 
 def abandon(registry: Registry, group: Group, reason: str, effects: Effects) -> None:

@@ -12,6 +12,7 @@ from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.roster import Roster
 from gradserver.engine.control.rounds import is_steady
 from gradserver.engine.effects import Effects
+from gradserver.engine.journal_state import keep_latest, over
 from gradserver.engine.order_fields import Member
 from gradserver.engine.orders import CloseGroup, OpenGroup
 from gradserver.engine.policy import Hashes, OnNonFinite, Policy
@@ -42,7 +43,7 @@ class Registry:
         groups: by name.
         forming: sub-groups that are not complete yet, by name.
         places: the group that each connection has joined, as applicant, learner or member.
-        ended: names of groups that ended when this coordinator began, and why.
+        ended: what members of groups that have ended, the latest, are told when they come back, by the group's name.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
     """
@@ -78,7 +79,7 @@ class Registry:
         self.incarnation = incarnation
         self.runs = runs
         self.round_timeout = round_timeout
-        self.ended: dict[str, str] = {}
+        self.ended: dict[str, GradServerError] = {}
         self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
@@ -181,6 +182,8 @@ class Registry:
             del self.places[connection]
             effects.refuse(connection, error)
         self.forget(group)
+        halt = group.broken if group.broken is not None and journal.is_halt(group.broken) else None
+        keep_latest(self.ended, group.name, halt or over(group.name, reason))
         journal.closed(group, reason, effects)
         group.order(CloseGroup(group.name), effects)
 
@@ -196,6 +199,7 @@ class Registry:
 
     def has_begun(self, group: Group) -> None:
         """Note that a group is complete."""
+        self.ended.pop(group.name, None)
         self.forming.pop(group.name, None)
 
     def forget(self, group: Group) -> None:

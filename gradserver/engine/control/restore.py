@@ -16,7 +16,7 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.subgroups import policy_of
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
-from gradserver.engine.journal_state import Dated, GroupState, JournalState
+from gradserver.engine.journal_state import Dated, GroupState, JournalState, error_of, keep_latest, over
 from gradserver.engine.order_fields import Departure, Member
 from gradserver.engine.orders import RemoteOrder, SetPlan
 from gradserver.engine.policy import SYNC, Hashes, Lateness, Mode, OnNonFinite, OnOutlier, Policy, in_mode, mode_of
@@ -38,7 +38,7 @@ from gradserver.engine.records import (
     Stragglers,
     Subgroup,
 )
-from gradserver.protocol.errors import ERRORS, GradServerError, WorkerLostError
+from gradserver.protocol.errors import WorkerLostError
 from gradserver.protocol.limits import PROBE_GROUP, PROBE_SECONDS
 from gradserver.protocol.means import PLAIN
 from gradserver.protocol.messages import Membership
@@ -64,33 +64,54 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
     state = JournalState()
     for record in records:
         state.apply(Dated(now, record))
+    registry.ended.update((name, ended.error) for name, ended in state.ended.items())
     for name, found in state.groups.items():
         if not found.is_durable or not found.epochs:
             continue
         made, parent = found.latest(Subgroup), None
         if made is not None and (parent := registry.groups.get(made.parent)) is None:
             effects.log(f"group {name!r} ends: {made.parent!r}, which it is a sub-group of, has ended", warning=True)
-            registry.ended[name] = f"{made.parent!r} has ended"
+            _ends(registry, name, found, f"{made.parent!r} has ended")
             continue
         policy = _policy(found, registry.told(name)) if parent is None else _policy_in(parent, found)
-        if policy is None:
-            *_, latest = (dated.record for dated in found.epochs.values())
-            here = len(latest.members) if isinstance(latest, Epoch) else 0
-            what = f"--workers is {registry.told(name)} now, and must be what it was: the group had {here} workers"
+        here = _latest(found)
+        if policy is None or (policy.needs_all and policy.minimum != len(here.members)):
+            what = _why_not(found, here, registry.told(name), policy)
             effects.log(f"group {name!r} ends: {what}", warning=True)
-            registry.ended[name] = what
+            _ends(registry, name, found, what)
             continue
         group = _group(registry, name, found, policy, now, parent)
         if (entered := _entered(group, found)) is not None:
             _promote(registry, group, entered, now, effects)
         if not group.begun:  # the coordinator was lost before it had written that the group ends
-            registry.ended[name] = "its last worker had gone"
+            _ends(registry, name, found, "its last worker had gone")
             effects.log(f"group {name!r} ends: its last worker had gone")
             continue
         names = ", ".join(map(repr, group.members.identities.present_names()))
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
         effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")
         yield group
+
+
+def _ends(registry: Registry, name: str, found: GroupState, reason: str) -> None:
+    """Note what members of a group are told that come back: what had halted it, or else why it does not go on."""
+    halt = found.latest(Halt)
+    keep_latest(registry.ended, name, over(name, reason) if halt is None else error_of(halt))
+
+
+def _latest(found: GroupState) -> Epoch:
+    """Return the membership in force."""
+    *_, latest = (dated.record for dated in found.epochs.values())
+    assert isinstance(latest, Epoch)
+    return latest
+
+
+def _why_not(found: GroupState, here: Epoch, told: Policy, policy: Policy | None) -> str:
+    """Say why a group does not go on: it has lost members that it needs, or the coordinator is ``told`` another size."""
+    founded = found.latest(Founded)
+    if policy is not None and founded is not None and founded.world == policy.minimum:
+        return f"{here.reason}, and all {policy.minimum} workers are needed"
+    return f"--workers is {told} now, and must be what it was: the group had {len(here.members)} workers"
 
 
 def _policy(found: GroupState, told: Policy | None) -> Policy | None:
@@ -106,14 +127,11 @@ def _policy(found: GroupState, told: Policy | None) -> Policy | None:
         outliers = OnOutlier.REPORT if handling is None else handling.outliers
         lateness = _lateness(found.latest(Stragglers), mode, policy)
         policy = replace(policy, lateness=lateness, mode=mode, mean=mean, outliers=outliers)
-    if policy is None or not policy.needs_all:
-        return policy
-    *_, latest = (dated.record for dated in found.epochs.values())
-    return policy if isinstance(latest, Epoch) and len(latest.members) == policy.minimum else None
+    return policy
 
 
 def _policy_in(parent: Group, found: GroupState) -> Policy | None:
-    """Give the policy that a sub-group of ``parent`` goes on with; None if it needs members that it had lost."""
+    """Give the policy that a sub-group of ``parent`` goes on with."""
     made = found.latest(Subgroup)
     assert made is not None
     return _policy(found, policy_of(parent, len(made.member_ids)))
@@ -260,7 +278,7 @@ def _tell_again(group: Group, found: GroupState, epochs: Iterable[Epoch]) -> Non
         offers = group.planes.offers_of(present)
         group.members.recall(replace(news, plane=choice.plane, plane_reason=choice.reason, offers=offers))
     if (halt := found.latest(Halt)) is not None:
-        group.be_broken(ERRORS.get(halt.error, GradServerError)(halt.reason))
+        group.be_broken(error_of(halt))
 
 
 def _choice(found: GroupState, epoch: int) -> Choice:

@@ -30,7 +30,7 @@ from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import Attach, Detach
 from gradserver.protocol.beacon import beacon_id
-from gradserver.protocol.errors import JoinRefusedError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.errors import GradServerError, JoinRefusedError, LeftOutError, UnexpectedMessageError
 from gradserver.protocol.messages.recovery import Resume, Resumed
 from gradserver.protocol.offers import pack_offers
 
@@ -100,10 +100,11 @@ def _runs(registry: Registry, group: Group, member_id: int) -> bool:
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Group:
-    """Return the group that a member comes back to; ``ended`` says why groups have ended that were there before.
+def check(group: Group | None, message: Resume, ended: Mapping[str, GradServerError]) -> Group:
+    """Return the group that a member comes back to; ``ended`` says how groups have ended that were there before.
 
     Raises:
+        GradServerError: what had halted the group, which has ended.
         JoinRefusedError: there is no such durable group, or the member is another one.
         LeftOutError: the others have gone on without it.
         OutlierError: it was evicted, as its gradients were far off.
@@ -118,9 +119,10 @@ def check(group: Group | None, message: Resume, ended: Mapping[str, str]) -> Gro
         if group is not None and name and group.broken is None:
             evicted.check_return(group, message.member_id)
             raise group.left_out(message.member_id, "its connection broke, and without --state-dir no place is kept")
+        if message.group in ended:
+            raise ended[message.group].again()
         raise JoinRefusedError(
-            f"there is no durable group {message.group[:128]!r} to resume in"
-            f"{f', as {ended[message.group]}' if message.group in ended else ''}: call connect again to join a new one"
+            f"there is no durable group {message.group[:128]!r} to resume in: call connect again to join a new one"
         )
     if name and not hmac.compare_digest(group.token(message.member_id).encode(), message.token.encode()):
         raise JoinRefusedError(
