@@ -1,8 +1,8 @@
 """Scripts of what may happen to a group, and their speed: ``python -m tests.session_scripts [SECONDS] [SEED] [KIND]``.
 
 A seed decides on the group, its program, and on all that is lost and joins. KIND is one of ``all``, ``direct``,
-``halts``, ``modes``, ``modules``, ``parts``, ``promotions``, ``slow``, ``splits`` and ``subgroups``. The figures are of
-one core.
+``fixed``, ``halts``, ``modes``, ``modules``, ``parts``, ``promotions``, ``slow``, ``splits`` and ``subgroups``. The
+figures are of one core.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from tests.crash_harness import Trap
 from tests.direct_session_group import DirectGroup
+from tests.fixed_session_group import FixedGroup
 from tests.halting_session_group import HaltingGroup
 from tests.mode_session_group import MODES, MeetingGroup, ModeGroup
 from tests.session_group import COLLECTIVES, MAY_BE_LOST, Act, Group, LateGroup
@@ -80,6 +81,21 @@ def script_of_halts(seed: int) -> HaltingGroup:
     for _ in range(chance.randint(0, 3)):
         what = partial(chance.choice((*losses[:2], group.join, losses[3])), chance.randint(0, 3))
         group.world.at[chance.randint(0, 350)].append(what)
+    return group
+
+
+def script_of_fixed_groups(seed: int) -> FixedGroup:
+    """Make a group that needs all its members, and lose all else, and members, too, if ``seed`` is odd."""
+    chance = random.Random(seed)
+    modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 3))] for _ in range(chance.choice((1, 1, 2)))]
+    program = [_act(chance, len(modules)) for _ in range(chance.randint(4, 10))]
+    where = seed, chance.choice(RATES), [chance.randint(0, 80) for _ in range(chance.randint(0, 4))]
+    group = FixedGroup(chance.randint(1, 4), modules, program, *where, chance.choice((0.0, 0.0, 0.05)))
+    happenings = [group.break_line, group.break_line, group.world.kill_any_shard]
+    happenings += [group.kill] * (seed % 2)
+    for _ in range(chance.randint(0, 6)):
+        what = partial(chance.choice(happenings), chance.randint(0, 3))
+        group.world.at[chance.randint(0, STEPS)].append(what)
     return group
 
 
@@ -233,6 +249,7 @@ def hold(group: Group, *planned: tuple[Happenings, Callable[[int], object]]) -> 
 KINDS = {
     "all": script,
     "direct": script_of_direct_rounds,
+    "fixed": script_of_fixed_groups,
     "halts": script_of_halts,
     "modes": script_of_modes,
     "modules": script_of_modules,

@@ -28,6 +28,7 @@ from tests.session_scripts import (
     check,
     hold,
     script,
+    script_of_fixed_groups,
     script_of_halts,
     script_of_parts,
     script_of_promotions,
@@ -439,6 +440,13 @@ def test_a_group_halts_at_all_members_or_at_none(seeds: Sequence[int]) -> None:
     """Test groups in which a data shard finds NaN, and something is lost before the coordinator hears of it."""
     for seed in seeds:
         check(script_of_halts(seed))
+
+
+@pytest.mark.parametrize("seeds", [(1, 47), pytest.param(range(600), marks=pytest.mark.long)], ids=["few", "all"])
+def test_a_group_that_needs_all_its_members_ends_alike_for_all_or_goes_on(seeds: Sequence[int]) -> None:
+    """Test groups with as many members at least as at most. One loses its coordinator between two records."""
+    for seed in seeds:
+        check(script_of_fixed_groups(seed))
 
 
 @pytest.mark.long

@@ -109,11 +109,11 @@ def _break_without(group: Group, member_id: int, reason: str, politely: bool, ef
     """Break a group that has too few members and waits for no other worker; tell the others which one was lost."""
     departed = group.members.identities.departed(member_id, politely, f"({reason})").message
     effects.log(f"group {group.name!r}: {departed}")
-    journal.members(group, departed, effects)
     when = f"after round {group.rounds.number - 1} " if group.rounds.number else ""
     remedy = _OUT_OF_DATA if politely and group.plans.plan is not None else ""
     error = group.members.identities.departed(member_id, politely, f"{when}and is needed to go on: {reason}{remedy}")
     _break(group, error, effects)
+    journal.members(group, departed, effects)  # behind what halts it: without that, a later coordinator lacks the error
     group.order(Break(group.name, member_id, error), effects)
 
 

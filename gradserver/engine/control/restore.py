@@ -107,7 +107,7 @@ def _latest(found: GroupState) -> Epoch:
 
 
 def _why_not(found: GroupState, here: Epoch, told: Policy, policy: Policy | None) -> str:
-    """Say why a group does not go on: it has lost members that it needs, or the coordinator is ``told`` another size."""
+    """Say why a group does not go on: it lacks members that it needs, or the coordinator is ``told`` another size."""
     founded = found.latest(Founded)
     if policy is not None and founded is not None and founded.world == policy.minimum:
         return f"{here.reason}, and all {policy.minimum} workers are needed"
