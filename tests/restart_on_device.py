@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,18 @@ from gradserver.worker.devices.copies import Copier
 from gradserver.worker.handle import Handle
 from tests.fake_device import FakeDevice, checked
 from tests.restart_training import run, train
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A bucket that is copied and pushed later, as `Handle` has its results."""
+
+    pushed: Future[Handle]
+
+    @property
+    def squares(self) -> dict[int, tuple[float, ...]]:
+        """Squares of its mean, by slice."""
+        return self.pushed.result(0).squares
 
 
 def train_on_device(
@@ -31,7 +44,7 @@ def train_on_device(
         flat = flats.setdefault(part, torch.from_numpy(data))
         assert flat.data_ptr() == data.ctypes.data
         pushed.append(copier.push(part, flat, weight, True))
-        return None
+        return Staged(pushed[-1])
 
     def finish() -> None:
         for one in pushed:

@@ -429,20 +429,27 @@ def test_promotions_keep_all_laws_in_many_scripts(part: int) -> None:
         check(script_of_promotions(seed))
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(800), marks=pytest.mark.long)], ids=["few", "all"])
+def few_or_long(*few: int, parts: int) -> list[Any]:
+    """Return a few seeds for the usual tests, and parts of many for the long ones."""
+    many = [range(150 * part, 150 * (part + 1)) for part in range(parts)]
+    long = [pytest.param(each, marks=pytest.mark.long, id=f"from {each.start}") for each in many]
+    return [pytest.param(few, id="few"), *long]
+
+
+@pytest.mark.parametrize("seeds", few_or_long(*range(5), parts=5))
 def test_all_laws_hold_where_some_messages_are_on_their_way_for_long(seeds: Sequence[int]) -> None:
     for seed in seeds:
         check(script_of_slow_ways(seed))
 
 
-@pytest.mark.parametrize("seeds", [(8, 14, 38), pytest.param(range(600), marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("seeds", few_or_long(8, 14, 38, parts=4))
 def test_a_group_halts_at_all_members_or_at_none(seeds: Sequence[int]) -> None:
     """Test groups in which a data shard finds NaN, and something is lost before the coordinator hears of it."""
     for seed in seeds:
         check(script_of_halts(seed))
 
 
-@pytest.mark.parametrize("seeds", [(1, 47), pytest.param(range(600), marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.parametrize("seeds", few_or_long(1, 47, parts=4))
 def test_a_group_that_needs_all_its_members_ends_alike_for_all_or_goes_on(seeds: Sequence[int]) -> None:
     """Test groups with as many members at least as at most. One loses its coordinator between two records."""
     for seed in seeds:
