@@ -7,11 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from multiprocessing import get_context
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -19,13 +17,10 @@ from hypothesis import settings
 import tests.without_compiler.sitecustomize  # noqa: F401 (the first optimizer of each process would import it all)
 from gradserver.protocol.compiled import loader
 from tests.examples import examples
+from tests.memory import Measured, one_thread
 
 if TYPE_CHECKING:
     from tests.cluster import Gather
-    from tests.memory import Measured
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Many small workers share few cores here: threads of their own would only delay each other. The libraries read these
 # when they are first imported, and the processes that a test starts inherit them.
@@ -113,11 +108,7 @@ def measured() -> Iterator[Measured]:
 
     A process of pytest-xdist has a second thread. It allocates memory for tests that it is sent, at any moment.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-
-        def call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
-            return process.submit(function, *arguments, **named).result()
-
+    with one_thread() as call:
         yield call
 
 

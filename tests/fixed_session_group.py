@@ -5,25 +5,13 @@ from __future__ import annotations
 from gradserver.engine.records import Halt, Round
 from gradserver.protocol.errors import WorkerLostError
 from tests.halting_session_group import HaltingNode
-from tests.session_group import Act, Group
+from tests.session_group import Group
 
 
 class FixedGroup(Group):
     """Nodes of a group of which the least and the most number of members are the same."""
 
     node_type = HaltingNode
-
-    def __init__(
-        self,
-        size: int,
-        modules: list[list[int]],
-        program: list[Act],
-        seed: int,
-        rates: tuple[float, ...],
-        fuses: list[int],
-        preemption: float,
-    ) -> None:
-        super().__init__(size, modules, program, seed, rates, fuses, size, preemption)
 
     def check_entered(self) -> None:
         """Check nothing: no worker joins a group that has all it needs."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -16,6 +19,17 @@ class Measured(Protocol):
     """A call of a module's function in another process. Its arguments and its result can be pickled."""
 
     def __call__(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T: ...
+
+
+@contextmanager
+def one_thread() -> Iterator[Measured]:
+    """Start a process that has one thread. Yield what calls functions in it, and end it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+
+        def call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+            return process.submit(function, *arguments, **named).result()
+
+        yield call
 
 
 class Memory(NamedTuple):

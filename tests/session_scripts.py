@@ -90,7 +90,8 @@ def script_of_fixed_groups(seed: int) -> FixedGroup:
     modules = [[chance.randint(1, 40) for _ in range(chance.randint(1, 3))] for _ in range(chance.choice((1, 1, 2)))]
     program = [_act(chance, len(modules)) for _ in range(chance.randint(4, 10))]
     where = seed, chance.choice(RATES), [chance.randint(0, 80) for _ in range(chance.randint(0, 4))]
-    group = FixedGroup(chance.randint(1, 4), modules, program, *where, chance.choice((0.0, 0.0, 0.05)))
+    size = chance.randint(1, 4)
+    group = FixedGroup(size, modules, program, *where, policy=size, preemption=chance.choice((0.0, 0.0, 0.05)))
     happenings = [group.break_line, group.break_line, group.world.kill_any_shard]
     happenings += [group.kill] * (seed % 2)
     for _ in range(chance.randint(0, 6)):

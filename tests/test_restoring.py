@@ -235,6 +235,14 @@ def test_a_learner_that_the_last_member_has_left_its_group_to_has_time_to_come_b
     assert dict(group.sessions.away) == {2: group.policy.reconnect}
 
 
+def told_on_return(found: Engine) -> str:
+    """Return the text of the failure that a member of the group gets which comes back."""
+    told, *_ = found.handle(Received(7, Resume("g", 0, "", 1, "")), 1.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Failure)
+    return told.message.text
+
+
 def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tmp_path: Path) -> None:
     write(tmp_path, *FOUNDED)
 
@@ -243,10 +251,7 @@ def test_a_group_that_needs_another_number_of_workers_now_ends_with_a_warning(tm
     assert found.control.groups == {}
     what = "--workers is 3 now, and must be what it was: the group had 2 workers"
     assert logs == [f"group 'g' ends: {what}"]
-    told, *_ = found.handle(Received(7, Resume("g", 0, "", 1, "")), 1.0)
-    assert isinstance(told, Send)
-    assert isinstance(told.message, Failure)
-    assert f"to resume in, as {what}: call connect again" in told.message.text
+    assert f"to resume in, as {what}: call connect again" in told_on_return(found)
 
 
 def test_a_group_that_lacks_a_member_that_it_needs_says_which_one_has_left(tmp_path: Path) -> None:
@@ -256,10 +261,7 @@ def test_a_group_that_lacks_a_member_that_it_needs_says_which_one_has_left(tmp_p
 
     what = "'b' (rank 1) left (done), and all 2 workers are needed"
     assert logs == [f"group 'g' ends: {what}"]
-    told, *_ = found.handle(Received(7, Resume("g", 0, "", 1, "")), 1.0)
-    assert isinstance(told, Send)
-    assert isinstance(told.message, Failure)
-    assert f"to resume in, as {what}: call connect again" in told.message.text
+    assert f"to resume in, as {what}: call connect again" in told_on_return(found)
 
 
 @pytest.mark.parametrize("names", ["ab", "ba", "abc"])

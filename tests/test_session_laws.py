@@ -436,7 +436,7 @@ def few_or_long(*few: int, parts: int) -> list[Any]:
     return [pytest.param(few, id="few"), *long]
 
 
-@pytest.mark.parametrize("seeds", few_or_long(*range(5), parts=5))
+@pytest.mark.parametrize("seeds", few_or_long(*range(5), parts=6))
 def test_all_laws_hold_where_some_messages_are_on_their_way_for_long(seeds: Sequence[int]) -> None:
     for seed in seeds:
         check(script_of_slow_ways(seed))
