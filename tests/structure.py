@@ -1,8 +1,8 @@
 """Figures about the structure of the source: ``python -m tests.structure`` prints each with its goal.
 
 The source is read, never imported. Exit status 1 if a figure is worse than its limit; the places that it counts are
-printed then. A limit is the figure of the day when it was set: lower it when the figure gets better. Lines have room up
-to the next 500. `FIGURES` has all limits and goals.
+printed then. A limit is the figure of the day when it was set: lower it when the figure gets better. Size is counted in
+lines of logic: no blank lines, docstrings, comments or imports. `FIGURES` has all limits and goals.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ FAMILIES: Final[Mapping[str, Where]] = {
 """The union of all kinds of each, or the class from which they derive."""
 MANY: Final = 6
 """A place that names as many kinds names every kind by hand."""
-MAX_LINES: Final = 400
+MAX_LINES: Final = 700
 """Lines of a module, at most."""
 PERSONS: Final = ("who", "whoever", "whom", "whose", "somebody", "nobody", "everybody", "someone")
 ALLOWED: Final = {"member whose buffers are sent": "the name of a bucket's component, which is part of the plan's hash"}
@@ -163,6 +163,15 @@ class Module:
         return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
 
     @cached_property
+    def logic(self) -> int:
+        """Lines of logic: neither blank lines nor docstrings, comments or imports."""
+        skipped = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        skipped += [first for node in self.nodes if (first := _docstring(node))]
+        left_out = {line for node in skipped for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        lines = ((number, line.strip()) for number, line in enumerate(self.text.splitlines(), 1))
+        return sum(1 for number, line in lines if line and not line.startswith("#") and number not in left_out)
+
+    @cached_property
     def strings(self) -> list[str]:
         """All string literals: docstrings, too."""
         return [node.value for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -178,6 +187,13 @@ class Module:
         """Strings that stand by themselves: of modules, classes, functions, and of fields."""
         statements = (node.value for node in self.nodes if isinstance(node, ast.Expr))
         return [one.value for one in statements if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+def _docstring(node: ast.AST) -> ast.stmt | None:
+    """Return the docstring of a module, class or function; None for another node."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    return node.body[0] if ast.get_docstring(node, clean=False) is not None else None
 
 
 class Source:
@@ -507,15 +523,15 @@ def _pieces_of(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str,
 
 
 def lines(source: Source, package: str) -> Places:
-    """Lines of the modules of a package; ``gradserver`` is what belongs to no other package."""
-    return {m.path: m.text.count("\n") for m in source.modules.values() if _package(m) == package}
+    """Logic of the modules of a package; ``gradserver`` is what belongs to no other package."""
+    return {m.path: m.logic for m in source.modules.values() if _package(m) == package}
 
 
 def lines_of_product(source: Source) -> Places:
-    """Lines of all packages but the tools."""
+    """Logic of all packages but the tools."""
     sizes = Counter[str]()
     for module in source.modules.values():
-        sizes[_package(module)] += module.text.count("\n")
+        sizes[_package(module)] += module.logic
     return {package: count for package, count in sizes.items() if package not in TOOLS}
 
 
@@ -609,13 +625,13 @@ FIGURES: Final = {
         Figure("orders", partial(listings, family="order"), 1, 1),
         Figure("reports", partial(listings, family="report"), 1, 1),
     ),
-    "Lines": (
+    "Lines of logic": (
         *(
             Figure(package, partial(lines, package=package))
             for package in ("engine", "transport", "ledger", "gradserver", "worker", "protocol", *TOOLS)
         ),
-        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 62_300, 25_000, room=6000),
-        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 3, 0),
+        Figure(f"all but {', '.join(TOOLS)}", lines_of_product, 39_500, 27_000, room=6000),
+        Figure(f"modules of more than {MAX_LINES} lines", long_modules, 0, 0),
     ),
     "English": (
         Figure(f"{', '.join(PERSONS[:4])}, … (people may be it)", partial(words, which=PERSONS), 0, 0),

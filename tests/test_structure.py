@@ -295,16 +295,22 @@ def test_a_class_from_which_none_derives_is_an_error(write: Write) -> None:
 def test_lines_are_counted_by_package_and_a_long_module_is_named(write: Write) -> None:
     source = write(
         {
-            "gradserver/cli.py": "x = 1\n" * 401,
-            "gradserver/engine/__init__.py": "x = 1\n" * 400,
+            "gradserver/cli.py": "x = 1\n" * 701,
+            "gradserver/engine/__init__.py": "x = 1\n" * 700,
             "gradserver/tools/chaos/relay.py": "x = 1\n" * 7,
             "worker/transport/tcp.py": "x = 1\n" * 5,
             "protocol/codecs/base.py": "x = 1\n" * 3,
         }
     )
-    assert structure.lines_of_product(source) == {"gradserver": 401, "engine": 400, "worker": 5, "protocol": 3}
+    assert structure.lines_of_product(source) == {"gradserver": 701, "engine": 700, "worker": 5, "protocol": 3}
     assert structure.lines(source, "tools") == {"gradserver/tools/chaos/relay.py": 7}
-    assert structure.long_modules(source) == {"gradserver/cli.py: 401 lines": 1}
+    assert structure.long_modules(source) == {"gradserver/cli.py: 701 lines": 1}
+
+
+def test_logic_has_no_blank_lines_docstrings_comments_or_imports(write: Write) -> None:
+    text = '"""One\n\ntwo."""\nimport a\nfrom b import (\n    c,\n)\n\n# why\nX = (\n    1  # one\n)\n'
+    text += 'class A:\n    """Docs."""\n    field = 1\n    def f(self):\n        """Docs."""\n'
+    assert structure.lines(write({"worker/a.py": text}), "worker") == {"worker/a.py": 6}
 
 
 def test_words_are_counted_in_docstrings_comments_strings_and_documents(write: Write) -> None:
@@ -351,13 +357,13 @@ def test_todays_source_is_within_all_limits(capsys: pytest.CaptureFixture[str]) 
 def test_what_got_worse_is_named_with_its_places(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    write({"worker/a.py": "x = 1\n" * 401, "worker/b.py": "# he\n"})
+    write({"worker/a.py": "x = 1\n" * 701, "worker/b.py": "# he\n"})
     figures = Figure("long modules", structure.long_modules, 0, 0), Figure("docstrings", structure.openings, 0, 0)
     monkeypatch.setattr(structure, "FIGURES", {"Size": figures})
     monkeypatch.setattr(structure, "ROOT", tmp_path)
     assert main([]) == 1
     told = capsys.readouterr().out
-    assert "worker/a.py: 401 lines" in told
+    assert "worker/a.py: 701 lines" in told
     assert "worse: long modules is 1, the limit is 0" in told
     assert "worse: docstrings" not in told
 
@@ -379,7 +385,7 @@ def test_what_has_come_is_told_by_place() -> None:
 def test_the_places_of_figures_can_be_listed(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    write({"protocol/a.py": '"""Of b."""\n' + "x = 1\n" * 401})
+    write({"protocol/a.py": '"""Of b."""\n' + "x = 1\n" * 701})
     figures = Figure("long modules", structure.long_modules), Figure("docstrings", structure.openings)
     monkeypatch.setattr(structure, "FIGURES", {"Size": figures})
     monkeypatch.setattr(structure, "ROOT", tmp_path)
