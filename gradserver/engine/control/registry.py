@@ -28,11 +28,13 @@ class Totals:
 
     Attributes:
         came: requests to join that were accepted.
+        joined: workers with which groups have begun.
         lost: workers that were lost.
         rounds: complete rounds of groups that have ended.
     """
 
     came: int = 0
+    joined: int = 0
     lost: int = 0
     rounds: int = 0
 
@@ -219,6 +221,7 @@ class Registry:
         """Note that a group is complete."""
         self.ended.pop(group.name, None)
         self.forming.pop(group.name, None)
+        self.totals.joined += 0 if group.origin is not None or group.name == PROBE_GROUP else len(group.members.by_id)
 
     def forget(self, group: Group) -> None:
         """Free the name of a group."""
