@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import gradserver
 from gradserver import serving
 from gradserver.arguments import add_seconds, number
-from gradserver.command_line import Command
+from gradserver.command_line import Command, print_all
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. An error of the user prints one line, with status 1 or 2."""
+    print_all(sys.stdout)
     parser = _parser()
     arguments = parser.parse_args(argv)
     if "run" not in arguments:

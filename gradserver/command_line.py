@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.nearest import did_you_mean
+
+
+def print_all(stream: TextIO) -> None:
+    """Let ``stream`` print any text, whatever the locale: a sign that it does not have as its code.
+
+    Bytes of paths that the locale could not decode are printed as they are.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        codecs.register_error(print_all.__qualname__, _instead)
+        stream.reconfigure(errors=print_all.__qualname__)
+
+
+def _instead(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what is printed instead of signs that cannot be."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    try:
+        return signs.encode("ascii", "surrogateescape"), error.end
+    except UnicodeEncodeError:
+        return signs.replace("…", "...").encode("ascii", "backslashreplace"), error.end
 
 
 class Command(argparse.ArgumentParser):
