@@ -383,7 +383,10 @@ def test_status_without_a_listener(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_status_of_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no coordinator answers at tcp://nowhere.invalid:7411 (" in complaint(capsys, "tcp://nowhere.invalid:7411")
+    said = complaint(capsys, "tcp://nowhere.invalid:7411")
+    assert "no coordinator answers at tcp://nowhere.invalid:7411 (" in said
+    assert "Is the name of the host right?" in said
+    assert "gradserver serve" not in said
 
 
 def test_status_of_something_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,6 +442,21 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
         (["status", "--interval", "0"], "0 is out of range: a number of seconds is 0.05 to 3600"),
         (["status", "--interval", "nan"], "nan is out of range"),
         (["serve", "extra"], "unrecognized arguments: extra"),
+        (["serv"], "invalid choice: 'serv': did you mean 'serve'? (choose from serve, config, "),
+        (["serve", "--quorumm", "3"], "unrecognized arguments: --quorumm 3: did you mean '--quorum'?"),
+        (["serve", "--worker", "2"], "unrecognized arguments: --worker 2: did you mean '--workers'?"),
+        (["config", "--worker=2"], "unrecognized arguments: --worker=2: did you mean '--workers'?"),
+        (["status", "--js"], "unrecognized arguments: --js"),
+        (["ledger", "d", "--verif"], "unrecognized arguments: --verif: did you mean '--verify'?"),
+        (["doctor", "--jso"], "unrecognized arguments: --jso: did you mean '--json'?"),
+        (["demo", "--quik"], "unrecognized arguments: --quik: did you mean '--quick'?"),
+        (["chaos", "--see", "3"], "unrecognized arguments: --see 3: did you mean '--seed'?"),
+        (["run", "--nprc", "2", "a.py"], "unrecognized arguments: --nprc: did you mean '--nproc'?"),
+        (["run", "--restar", "2", "a.py"], "unrecognized arguments: --restar: did you mean '--restart'?"),
+        (
+            ["serve", "--mode", "asyn"],
+            "invalid choice: 'asyn': did you mean 'async'? (choose from sync, bounded, async)",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_right_are_one_line(
@@ -449,7 +467,7 @@ def test_arguments_that_cannot_be_right_are_one_line(
 
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert re.fullmatch(r"(gradserver( [a-z]+)?): .+\. `\1 --help` shows the options\n", err)
+    assert re.fullmatch(r"(gradserver( [a-z]+)?): .+[.?] `\1 --help` shows the options\n", err)
     assert message in err
 
 
