@@ -6,6 +6,7 @@ import argparse
 import codecs
 import io
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from gradserver.protocol.errors import InvalidArgumentError
@@ -19,7 +20,8 @@ def print_all(stream: TextIO) -> None:
     """
     if isinstance(stream, io.TextIOWrapper):
         codecs.register_error(print_all.__qualname__, _instead)
-        stream.reconfigure(errors=print_all.__qualname__)
+        with suppress(OSError):  # of a descriptor that another one has taken the place of
+            stream.reconfigure(errors=print_all.__qualname__)
 
 
 def _instead(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -14,11 +14,17 @@ from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.serving import sized
 from tests.cluster import ROOT
 
-EARLY = (
-    "import sys; from gradserver.tools.launch import attendance; attendance.JOIN_SECONDS = {}; "
-    "from gradserver.cli import main; sys.exit(main(sys.argv[1:]))"
-)
-"""The command, with another time until workers are missed."""
+EARLY = """
+import sys
+from gradserver.cli import main
+from gradserver.tools.launch import attendance
+
+attendance.JOIN_SECONDS, come = {}, {}
+deadline = attendance.Attendance.deadline
+attendance.Attendance.deadline = lambda self: deadline(self) if len(self._seen) >= come else None
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, with another time until workers are missed, and not before so many have come."""
 WAITS = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
 JOINS = "import gradserver, os, sys, time\nworker = gradserver.connect(timeout=60)\nworker.barrier()\n"
 TRAINS = JOINS + (
@@ -33,7 +39,7 @@ def run(tmp_path: Path, script: str, *options: str, seconds: float = 30.0) -> tu
     """Run a script with two workers to its end. Return the status, and the lines of the launcher."""
     path = tmp_path / "train.py"
     path.write_text(script)
-    command = [sys.executable, "-c", EARLY.format(seconds), "run", "--nproc", "2", *options, str(path)]
+    command = [sys.executable, "-c", EARLY.format(seconds, 0), "run", "--nproc", "2", *options, str(path)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
     environment["PYTHONPATH"] = str(ROOT)
     ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, timeout=90)
@@ -41,11 +47,11 @@ def run(tmp_path: Path, script: str, *options: str, seconds: float = 30.0) -> tu
     return ran.returncode, [line.removeprefix(start) for line in ran.stderr.splitlines() if line.startswith(start)]
 
 
-def told_within(tmp_path: Path, script: str, word: str, *options: str) -> str:
+def told_of(tmp_path: Path, script: str, word: str, come: int) -> str:
     """Run two workers that stay until the launcher has said ``word``. Return that line."""
     (tmp_path / "train.py").write_text(script)
     seen = tmp_path / "seen"
-    command = [sys.executable, "-c", EARLY.format(1.0), "run", "--nproc", "2", *options, "train.py", str(seen)]
+    command = [sys.executable, "-c", EARLY.format(1.0, come), "run", "--nproc", "2", "train.py", str(seen)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
     environment["PYTHONPATH"] = str(ROOT)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
@@ -64,7 +70,7 @@ def told_within(tmp_path: Path, script: str, word: str, *options: str) -> str:
 
 
 def test_workers_that_train_beside_the_coordinator_are_told_so(tmp_path: Path) -> None:
-    told = told_within(tmp_path, GLOO + WAITS, "after 1 s")
+    told = told_of(tmp_path, GLOO + WAITS, "after 1 s", 0)
     assert re.match(r"gradserver run: no worker has joined a group at tcp://127\.0\.0\.1:\d+ after 1 s\. ", told)
     assert "transformers.Trainer" in told
     assert "gradserver.connect()" in told
@@ -87,8 +93,8 @@ def test_a_run_that_fails_says_nothing_of_workers_that_had_not_joined(tmp_path: 
 
 
 def test_a_worker_that_does_not_come_is_named(tmp_path: Path) -> None:
-    script = "import os\nif os.environ['RANK'] == '0':\n    import gradserver; gradserver.connect(group='own', world_size=1)\n"
-    told = told_within(tmp_path, script + WAITS, "come to the coordinator")
+    script = "import gradserver, os\nif os.environ['RANK'] == '0': w = gradserver.connect(group='own', world_size=1)\n"
+    told = told_of(tmp_path, script + WAITS, "come to the coordinator", 1)
     assert "1 of 2 workers has come to the coordinator after 1 s; rank 1 has not. Group 'own' has " in told
 
 
@@ -98,7 +104,7 @@ def test_groups_in_which_workers_wait_for_each_other_are_named(tmp_path: Path) -
         "name = 'ab'[int(os.environ['RANK'])]\n"
         "threading.Thread(target=gradserver.connect, kwargs={'group': name}, daemon=True).start()\n"
     )
-    told = told_within(tmp_path, script + WAITS, "come to the coordinator")
+    told = told_of(tmp_path, script + WAITS, "come to the coordinator", 2)
     assert re.search(
         r"2 of 2 workers have come to the coordinator after 1 s\. Group '[ab]' has '.*'\. Group '[ab]' has", told
     )

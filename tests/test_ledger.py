@@ -441,7 +441,7 @@ def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             main(["serve", *options])
         assert message in capsys.readouterr().err
-    assert main(["serve", "--join", "tcp://127.0.0.1:1", "--state-dir", "x"]) == 1
+    assert main(["serve", "--join", "tcp://127.0.0.1:1", "--state-dir", "x"]) == 2
     assert "--state-dir is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 
