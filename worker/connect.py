@@ -180,7 +180,7 @@ class Said:
                     ) from None
         return given
 
-    def text(self, given: str | None, name: str, check: Callable[[str], None]) -> str | None:
+    def text(self, given: str | None, name: str, check: Callable[[str], object]) -> str | None:
         """Return the text that is ``given``, else that of a variable, checked."""
         value = self._environment.get(name) if given is None else given
         try:

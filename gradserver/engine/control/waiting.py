@@ -1,7 +1,7 @@
 """Groups that wait for workers say so: to the log of the coordinator, and to each worker that waits.
 
-An applicant hears of it after `TOLD_AFTER_SECONDS`, and again every `TOLD_EVERY_SECONDS`. Sub-groups are silent: their
-members train in the parent, and come when their scripts come to the call.
+`gradserver.engine.control.group.applicants` has the times. Sub-groups are silent: their members train in the parent,
+and come when their scripts come to the call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradserver.engine.control.group import Applicant, Group
-from gradserver.engine.control.group.applicants import TOLD_EVERY_SECONDS
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
 from gradserver.protocol.limits import MAX_TEXT
@@ -30,7 +29,7 @@ def deadline(group: Group) -> float | None:
 def tell(registry: Registry, group: Group, effects: Effects) -> None:
     """Tell log and applicants which workers are there, how many are missing, and which other groups have workers."""
     waiting = group.applicants.waiting
-    group.applicants.tells_at = registry.now + TOLD_EVERY_SECONDS
+    group.applicants.tell_again(registry.now)
     waited = registry.now - min(applicant.since for applicant in waiting)
     text = (
         f"group {group.name!r} has waited for workers for {waited:.0f} s: {len(waiting)} of {group.policy} came: "

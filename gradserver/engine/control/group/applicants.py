@@ -56,6 +56,10 @@ class Applicants:
             self.opens = applicant.since + policy.gather
         self.opens = min(self.opens, *(one.deadline for one in self.waiting))
 
+    def tell_again(self, now: float) -> None:
+        """Note that they were told ``now`` that they wait."""
+        self.tells_at = now + TOLD_EVERY_SECONDS
+
     def forget(self, connection: int, policy: Policy) -> None:
         """Forget one. With fewer than the minimum the gathering is over."""
         self.waiting = [applicant for applicant in self.waiting if applicant.connection != connection]
