@@ -471,6 +471,29 @@ def test_arguments_that_cannot_be_right_are_one_line(
     assert message in err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--workers 2:8 --workers critics=1:4",
+        "--workers *=1:8",
+        "--workers 4 --quorum 75%",
+        "--bind tcp://0.0.0.0:7411",
+        "--rate 10",
+        "--rate 200mbit",
+        "--mean trimmed:0.25",
+        "--workers 8 --mean krum:2",
+        "--audit 0.01:1e-5",
+        "--state-dir d --ledger-keep 500MiB",
+        "--state-dir d --ledger-keep 2GiB --journal-quota 0KiB --sync round",
+        "--groups any",
+        "--join tcp://10.0.0.1:7411",
+    ],
+)
+def test_examples_of_the_help_hold(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words.split()]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 

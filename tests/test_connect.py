@@ -315,6 +315,7 @@ def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServ
         connect(server.url, 0, 2, name="the second")
 
     assert "rank 0 of group 'default' is taken by 'the first', which has waited for " in str(caught.value)
+    assert "give each worker another rank (RANK, or rank= of connect), or none" in str(caught.value)
     with connect(server.url, 1, 2), first.result() as worker:
         assert worker.name == "the first"
 

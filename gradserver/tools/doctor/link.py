@@ -96,7 +96,8 @@ def examine(report: Report, url: str, measures: bool) -> Found:
     try:
         status = fetch(url)
     except GradServerError as error:
-        report.find(f"no coordinator answers at {url}", error.message, breaks=True)
+        change = "check the port, start `gradserver serve` there, or stop the process that listens in its place"
+        report.find(f"no coordinator answers at {url}: {error.message}", change, breaks=True)
         return Found(here=here)
     if "shard" in status:
         what = f"{url} is data shard {status['shard']['number']}"
