@@ -17,11 +17,11 @@ COMMANDS = ("", "serve", "config", "run", "status", "doctor", "ledger", "demo", 
 JOINS = "import gradserver\nwith gradserver.connect(timeout=60) as worker: worker.barrier()\nprint(ascii(__file__))\n"
 
 
-def command(*words: str, folder: Path, flags: tuple[str, ...] = (), **environment: str) -> tuple[int, bytes, bytes]:
+def command(*words: str, folder: Path, **environment: str) -> tuple[int, bytes, bytes]:
     """Run a command to its end. Return its status, output and messages."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
     environment = {**own, "PYTHONPATH": str(ROOT), **environment}
-    words = (sys.executable, *flags, "-m", "gradserver", *words)
+    words = (sys.executable, "-m", "gradserver", *words)
     ran = subprocess.run(words, capture_output=True, cwd=folder, env=environment, timeout=90)
     return ran.returncode, ran.stdout, ran.stderr
 
