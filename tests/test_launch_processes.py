@@ -640,7 +640,7 @@ def test_hosts_that_cannot_be_used_are_named(script: Write, rsh: str, options: s
     ("frames", "message"),
     [
         ("encode(Kind.HELLO, {'version': '0.0.0'})", "gradserver is 0.0.0 there and "),
-        ("b'something else'", "what answers there is no agent of gradserver "),
+        ("b'something else'", "what answers there is not an agent of gradserver "),
     ],
 )
 def test_an_agent_of_another_version_is_refused(script: Write, tmp_path: Path, frames: str, message: str) -> None:

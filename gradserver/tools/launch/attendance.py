@@ -7,7 +7,7 @@
     some have come, or wait in several groups     once, after `JOIN_SECONDS`: which have not, which wait, and where
     all workers ended well, and none had come     at the end: no worker has joined
     all workers ended well, and some had come     at the end: rounds, time and lost workers, of a coordinator of its own
-    the coordinator does not answer               nothing after `JOIN_SECONDS`; at the end, if it has never answered
+    the coordinator does not answer               at the end, if it has never answered, and all workers are on this host
 
 A worker may train, end and leave between two looks: the coordinator also counts all that have come. Groups wait for
 workers with a word of their own (`gradserver.engine.control.waiting`), which workers print.
@@ -51,10 +51,14 @@ class Attendance:
         is_own: whether the coordinator was started for this run.
         console: where it is told.
         waker: descriptor that gets a byte when there is news.
+        is_only_here: whether all workers run on this host, so that they reach the coordinator if this process does.
     """
 
-    def __init__(self, url: str, names: Sequence[str], is_own: bool, console: Console, waker: int) -> None:
+    def __init__(
+        self, url: str, names: Sequence[str], is_own: bool, console: Console, waker: int, is_only_here: bool = True
+    ) -> None:
         self._url, self._names, self._is_own, self._console, self._waker = url, names, is_own, console, waker
+        self._is_only_here = is_only_here
         self._since = time.monotonic()
         self._first: dict[str, Any] | None = None
         """The first status. Another run's workers may have come to the coordinator before."""
@@ -150,6 +154,8 @@ class Attendance:
         if not ended_well:
             return
         self._thread.join(_LAST_SECONDS)
+        if self._status is None and not self._is_only_here:
+            return
         if self._status is None:
             self._console.say(f"no coordinator has answered at {self._url}, so no worker can have joined a group there")
         elif not self._come():

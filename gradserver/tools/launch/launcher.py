@@ -114,7 +114,8 @@ class Launcher:
     def _begin_attendance(self) -> Attendance:
         assert self._url is not None
         names = [self._environment(place, 0)["GRADSERVER_NAME"] or "" for place in self._places]
-        return Attendance(self._url, names, self._coordinator is not None, self._console, self._waker)
+        is_own, is_only_here = self._coordinator is not None, all(host.is_here for host in self._options.hosts)
+        return Attendance(self._url, names, is_own, self._console, self._waker, is_only_here)
 
     def _start_agents(self) -> None:
         options = self._options
