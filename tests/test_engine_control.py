@@ -375,6 +375,19 @@ def test_a_worker_that_comes_later_hears_as_soon_as_the_first() -> None:
     assert not harness.told(2, Notice), "the group is complete"
 
 
+def test_the_status_counts_workers_that_came_joined_and_were_lost_also_of_groups_that_have_ended() -> None:
+    harness = Harness()
+    harness.join(SEATS, world=2)
+    totals = {"came": 1, "joined": 0, "lost": 0, "rounds": 0}
+    assert harness.engine.snapshot(0.0)["totals"] == totals
+    harness.join(SEATS + 1, world=2)
+    assert harness.engine.snapshot(0.0)["totals"] == totals | {"came": 2, "joined": 2}
+    harness.lose(0, ended=True)
+    harness.leave(1)
+    assert harness.engine.snapshot(0.0)["groups"] == {}
+    assert harness.engine.snapshot(0.0)["totals"] == totals | {"came": 2, "joined": 2, "lost": 1}
+
+
 def test_many_workers_that_wait_fit_into_one_notice() -> None:
     harness = Harness()
     for number in range(40):
