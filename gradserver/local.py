@@ -29,6 +29,7 @@ from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from gradserver.protocol.means import mean_of
 from gradserver.protocol.messages import Join, Message, Split
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.offers import THREAD
 from gradserver.runtime import Runtime
 from gradserver.worker.client import Worker
@@ -86,6 +87,7 @@ class LocalCluster:
             the relative difference of their gradients that is allowed, as ``"0.01:1e-3"``.
     """
 
+    @names_keywords
     def __init__(
         self,
         world_size: int,

@@ -21,8 +21,8 @@ from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Status, StatusRequest
 from gradserver.protocol.planes import DIRECT, HIERARCHICAL
 from gradserver.protocol.transport.dealer import Dealer
-from gradserver.protocol.transport.reach import reach
-from gradserver.protocol.url import IS_IT_RUNNING, beside, not_answered
+from gradserver.protocol.transport.reach import reach, remedy
+from gradserver.protocol.url import beside, not_answered
 from gradserver.protocol.wire import decode, encode
 from gradserver.tables import counted, table
 
@@ -88,7 +88,7 @@ def fetch(url: str) -> dict[str, Any]:
     try:
         address, _, _ = reach(url, _PATIENCE)
     except OSError as error:
-        text = f"no coordinator answers at {url} ({reason_of(error)}). {IS_IT_RUNNING}"
+        text = f"no coordinator answers at {url} ({reason_of(error)}). {remedy(error)}"
         raise CoordinatorUnreachableError(text) from error
     context = zmq.Context()
     dealer = Dealer(context, address, MAX_FRAME_BYTES)

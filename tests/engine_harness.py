@@ -40,6 +40,7 @@ from gradserver.protocol.messages import (
     Join,
     Leave,
     Message,
+    Notice,
     Propose,
     Push,
     Result,
@@ -351,7 +352,7 @@ class Harness:
 
     def refusal(self, connection: int) -> GradServerError:
         """Return the error that ``connection`` was refused with."""
-        messages = [message for message, _ in self.inbox.pop(connection, [])]
+        messages = [message for message, _ in self.inbox.pop(connection, []) if not isinstance(message, Notice)]
         assert connection in self.closed
         assert len(messages) == 1, messages
         assert isinstance(messages[0], Failure)

@@ -6,13 +6,14 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gradserver
 from gradserver import connect
 from gradserver.protocol.errors import (
     CoordinatorUnreachableError,
@@ -176,6 +177,68 @@ def test_variable_that_is_no_number_is_named(server: TcpServer, monkeypatch: pyt
         connect(server.url)
 
 
+@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
+def test_a_missing_url_names_the_variable_that_speaks_of_several(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(size, "8")
+    with pytest.raises(InvalidArgumentError) as caught:
+        connect()
+    assert f"no coordinator's URL, and there are 8 workers ({size}=8): " in str(caught.value)
+    assert "give connect(world_size=1), or set WORLD_SIZE=1" in str(caught.value)
+    monkeypatch.delenv(size)
+    monkeypatch.setenv(rank, "3")
+    with pytest.raises(InvalidArgumentError, match=rf"and this is rank 3 of several \({rank}=3\): "):
+        connect()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": " "}, "RANK is ' ' in the environment, and must be a number: set it right, or unset it and give "),
+        ({"SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS is '2(x3)' in the environment, and must be a number"),
+        ({"PMI_RANK": "0x1"}, "PMI_RANK is '0x1' in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "0"}, "world_size is 0 (OMPI_COMM_WORLD_SIZE=0), and must be from 1 to 1024"),
+        ({"WORLD_SIZE": "4096"}, "world_size is 4096 (WORLD_SIZE=4096), and must be"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank is 2 (RANK=2), and must be from 0 to 1 (WORLD_SIZE=2)"),
+        ({"RANK": "-1"}, "rank is -1 (RANK=-1), and must be from 0 to 1023"),
+        ({"GRADSERVER_URL": "localhost:7411"}, "GRADSERVER_URL in the environment: 'localhost:7411' is not a coord"),
+        ({"GRADSERVER_CHANNEL": "udp"}, "GRADSERVER_CHANNEL in the environment: channel is 'udp', and must be one of"),
+        ({"GRADSERVER_PLANE": "air"}, "GRADSERVER_PLANE in the environment: plane is 'air', and must be one of"),
+        ({"GRADSERVER_NAME": "a\nb"}, r"GRADSERVER_NAME in the environment: name is 'a\nb', and must be printable"),
+        ({"LOCAL_RANK": "0\n"}, "name, by LOCAL_RANK, is '"),
+    ],
+)
+def test_a_wrong_variable_is_named(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVER_URL", "tcp://127.0.0.1:1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError) as caught:
+        connect(timeout=0.1)
+    assert message in str(caught.value)
+
+
+def test_a_misspelt_argument_is_told_with_the_nearest() -> None:
+    made: Any = gradserver
+    cases: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: made.connect(tiemout=3),
+            "connect() has no argument 'tiemout': did you mean 'timeout'? Its arguments ",
+        ),
+        (lambda: made.connect(backend="nccl"), "connect() has no argument 'backend': did you mean "),
+        (lambda: made.LocalCluster(2, elastik=(1, 2)), "'elastik': did you mean 'elastic'?"),
+        (lambda: made.DistributedDataParallel(None, bucket_cap=3), "did you mean 'bucket_cap_mb'?"),
+        (lambda: made.DataParallel(None, device=3), "did you mean 'devices'?"),
+        (lambda: made.LocalSGD(None, evry=3), "did you mean 'every'?"),
+        (lambda: made.Job(None, None, chekpoint="d"), "did you mean 'checkpoint'?"),
+        (lambda: made.ShardSampler(10, 0, 1, world=3), "did you mean 'world_size'?"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert message in str(caught.value)
+
+
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -252,6 +315,7 @@ def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServ
         connect(server.url, 0, 2, name="the second")
 
     assert "rank 0 of group 'default' is taken by 'the first', which has waited for " in str(caught.value)
+    assert "give each worker another rank (RANK, or rank= of connect), or none" in str(caught.value)
     with connect(server.url, 1, 2), first.result() as worker:
         assert worker.name == "the first"
 

@@ -229,6 +229,57 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
     assert (job.stopped, noted) == (0, [signal.SIGTERM])
 
 
+def test_a_job_of_another_thread_says_that_sigterm_does_not_reach_it(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> None:
+        thread = threading.Thread(target=stop_on_sigterm, args=(Stoppable(),), name="trainer")
+        thread.start()
+        thread.join()
+
+    with handler(signal.SIG_DFL):
+        make()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    (told,) = caplog.messages
+    assert told.startswith("this job does not save on SIGTERM: it was made in the thread 'trainer'")
+    assert "Make the job in the main thread, or call job.stop() from a SIGTERM handler" in told
+
+
+def test_a_job_of_another_thread_is_silent_where_sigterm_is_handled(caplog: pytest.LogCaptureFixture) -> None:
+    job, first = Stoppable(), Stoppable()
+    thread = threading.Thread(target=stop_on_sigterm, args=(job,))
+    with handler(signal.SIG_DFL):
+        stop_on_sigterm(first)  # of the main thread: it handles the signal for all
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+    assert (job.stopped, caplog.messages) == (1, [])
+    with handler(lambda *_: None):
+        thread = threading.Thread(target=stop_on_sigterm, args=(job,))
+        thread.start()
+        thread.join()
+    assert caplog.messages == []
+
+
+def test_a_job_of_a_process_that_was_forked_behind_another_job_is_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, signal
+from tests.test_job import Stoppable
+from gradserver.worker.job.stopping import stop_on_sigterm
+first = Stoppable()
+stop_on_sigterm(first)
+if os.fork() == 0:
+    job = Stoppable()
+    stop_on_sigterm(job)
+    signal.raise_signal(signal.SIGTERM)
+    print("stopped", job.stopped, flush=True)
+    os._exit(0)
+os.wait()
+""")
+    with Program(str(script), loaded="torch") as program:
+        assert program.expect("stopped ", STARTED_WITHIN) == "1"
+        assert program.end(10.0) == 0
+
+
 @pytest.mark.parametrize("case", ["del job", "os.fork() and os.wait() and os._exit(0)"])
 def test_sigterm_ends_a_process_without_a_job_and_a_forked_one(case: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -545,7 +596,7 @@ def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
 
     def work(worker: Worker) -> None:
         job = job_of(worker)
-        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is no whole checkpoint"
+        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is not a whole checkpoint"
         with pytest.raises(StateError, match=match):
             job.load(bad if worker.rank == 1 else tmp_path)
         assert job.round == 0

@@ -91,7 +91,7 @@ def test_a_plan_finds_its_buckets_and_counts_its_bytes() -> None:
         (lambda: [Bucket("b", FLOAT32, (Component("p", ()),) * (MAX_COMPONENTS + 1))], "at most 65536 parameters"),
         (lambda: [Bucket("b", FLOAT32, (), Op.NONE)], "bucket 'b' says no way"),
         (lambda: [Bucket("b", FLOAT32, (Component("p", (MAX_NUMEL + 1,)),))], "more than"),
-        (lambda: [Bucket("b", BY_NAME["int32"], ())], "the mean of int32 is not a int32"),
+        (lambda: [Bucket("b", BY_NAME["int32"], ())], "the mean of int32 is not an int32"),
     ],
 )
 def test_what_is_no_plan_is_refused(make: Callable[[], list[Bucket]], message: str) -> None:

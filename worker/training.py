@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import sys
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.nearest import did_you_mean
 from gradserver.protocol.offers import summary
 from gradserver.worker.client import Worker
 from gradserver.worker.data_parallel.devices import Device as Device, are_alike, checked_devices, described, plain
@@ -190,10 +190,10 @@ def _check_names(options: Iterable[str]) -> None:
     known = [*inspect.signature(DistributedDataParallel).parameters][2:]  # behind module and worker
     for name in options:
         if name not in known:
-            (nearest,) = difflib.get_close_matches(name, [*known, "devices", "quiet", "group", "plane"], 1, 0.0)
+            nearest = did_you_mean(name, [*known, "devices", "quiet", "group", "plane"], 0.0)
             raise TypeError(
-                f"gradserver.setup has no option {name!r}: did you mean {nearest!r}? Beside its own options it has "
-                f"those of gradserver.DistributedDataParallel"
+                f"gradserver.setup has no option {name!r}{nearest} Beside its own options it has those of "
+                f"gradserver.DistributedDataParallel"
             )
 
 

@@ -13,6 +13,7 @@ from gradserver.protocol.audits import NO_AUDIT, Audit
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.ranges import Ranges, count, lowest, union
 from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker
@@ -89,6 +90,7 @@ class DataRanges:
         UsageError: this worker already has DataRanges of this name, or its group has no rounds, as it has no plan.
     """
 
+    @names_keywords
     def __init__(
         self,
         dataset_or_length: Sized | int,

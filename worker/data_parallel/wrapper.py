@@ -14,6 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from gradserver.protocol.balance import ThroughputTracker
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import ROUND_TIMEOUT
+from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
 from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
 from gradserver.worker.data_parallel.given import check_count
@@ -86,6 +87,7 @@ class DataParallel(nn.Module):
         SizeMismatchError: one of ``replicas`` is not like the module. The error names the first difference.
     """
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import check_names
 from gradserver.protocol.whole import whole_number
@@ -98,6 +99,7 @@ class LocalSGD(WrappedModule):
 
     of_the_connection = ("worker", "_schedule", "_fragments", "_outer", "_averaging", "_unhook")
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,

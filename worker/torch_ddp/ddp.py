@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.data.balanced import BalancedSampler
@@ -127,6 +128,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
     of_the_connection = ("worker", "_rounds", "_backward")
     _rounds: Rounds
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,

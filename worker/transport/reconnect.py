@@ -355,7 +355,7 @@ class ReconnectingChannel:
                 raise self._failed
             self._trying = None
             self._up.set()
-        log.info(
+        log.warning(  # as the lines about the wait, which this one ends
             "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
             *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 
 from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups, watching
@@ -24,7 +25,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_WORLD_SIZE, PROBE_GROUP
 from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope, Split
 from gradserver.protocol.messages.recovery import Resume
 
@@ -83,6 +84,7 @@ class Control:
                 group = forming.group_for(registry, message, effects)
                 registry.add(group)
                 self._happens(group, message, effects, connection)
+                registry.totals.came += message.group != PROBE_GROUP
             case Resume():
                 registry.check_free(connection)
                 group = sessions.check(registry.groups.get(message.group), message, registry.ended)
@@ -263,6 +265,11 @@ class Control:
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
         return {name: group.describe(now) | watching.describe(group) for name, group in self.groups.items()}
+
+    def totals(self) -> dict[str, int]:
+        """Return the counts of what has happened since this coordinator began."""
+        open_rounds = sum(group.rounds.number for group in self.groups.values() if group.origin is None)
+        return asdict(self._registry.totals) | {"rounds": self._registry.totals.rounds + open_rounds}
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

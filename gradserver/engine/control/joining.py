@@ -37,6 +37,10 @@ from gradserver.protocol.planes import AUTO
 
 _BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12) + MAX_PLANE_REASON + 16
 """Bytes of a Welcome that are not names, at most."""
+_REMEDY: Final = (
+    "Start them in time, with the same URL and group, or let all workers wait longer: connect(timeout=…), in seconds"
+)
+"""Advice about workers that have not come in time."""
 
 
 def new_group(registry: Registry, join: Join) -> Group:
@@ -112,7 +116,8 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
         if join.rank >= 0 and applicant.join.rank == join.rank:
             raise JoinRefusedError(
                 f"rank {join.rank} of group {group.name!r} is taken by {applicant.join.name!r}, "
-                f"which has waited for {now - applicant.since:.1f} s"
+                f"which has waited for {now - applicant.since:.1f} s: give each worker another rank (RANK, or rank= of "
+                f"connect), or none, so that the coordinator assigns them"
             )
     new = Candidate(join.name, join.offer)
     beside = group.case(())._replace(workers=group.candidates_beside(join.name))
@@ -136,7 +141,7 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
         which = ", ".join(absent)
     return JoinTimeoutError(
         f"group {group.name!r} has {len(group.applicants.waiting)} of {group.members.world} workers after "
-        f"{applicant.join.timeout:g} s: {here} came; missing: {which}",
+        f"{applicant.join.timeout:g} s: {here} came; missing: {which}. {_REMEDY}",
         missing=tuple(absent) if not unassigned else (which,),
     )
 
@@ -146,6 +151,6 @@ def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeou
     missing = f"{least - len(group.applicants.waiting)} more, of any rank"
     return JoinTimeoutError(
         f"group {group.name!r} has {len(group.applicants.waiting)} of {group.policy} workers after "
-        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
+        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}. {_REMEDY}",
         missing=(missing,),
     )

@@ -27,6 +27,7 @@ from gradserver.engine.control import (
     sessions,
     shard_replacement,
     subgroups,
+    waiting,
 )
 from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.reactions import Broke, Event, Lost, ShardEnlisted, ShardLost
@@ -308,6 +309,12 @@ TIMERS: Final = (
         lambda registry, group, effects: forming.overdue(group, registry.now, effects),
         "An applicant's patience ends.",
         "It is told which workers are missing.",
+    ),
+    Timer(
+        waiting.deadline,
+        lambda registry, group, effects: waiting.tell(registry, group, effects),
+        "Applicants of a group that forms have waited for five seconds, or for another thirty.",
+        "They are told which workers came, and which are missing.",
     ),
     Timer(
         shard_replacement.deadline,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
@@ -19,6 +20,23 @@ from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS, PROBE_GROUP, PROBE_WORLD
 from gradserver.protocol.planes import AUTO
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts of all that has happened since this coordinator began, also in groups that have ended.
+
+    Attributes:
+        came: requests to join that were accepted.
+        joined: workers with which groups have begun.
+        lost: workers that were lost.
+        rounds: complete rounds of groups that have ended.
+    """
+
+    came: int = 0
+    joined: int = 0
+    lost: int = 0
+    rounds: int = 0
 
 
 class Registry:
@@ -46,6 +64,7 @@ class Registry:
         ended: what members of groups that have ended, the latest, are told when they come back, by the group's name.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
+        totals: counts of what has happened.
     """
 
     def __init__(
@@ -80,6 +99,7 @@ class Registry:
         self.runs = runs
         self.round_timeout = round_timeout
         self.ended: dict[str, GradServerError] = {}
+        self.totals = Totals()
         self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
@@ -201,11 +221,13 @@ class Registry:
         """Note that a group is complete."""
         self.ended.pop(group.name, None)
         self.forming.pop(group.name, None)
+        self.totals.joined += 0 if group.origin is not None or group.name == PROBE_GROUP else len(group.members.by_id)
 
     def forget(self, group: Group) -> None:
         """Free the name of a group."""
         del self.groups[group.name]
         self.forming.pop(group.name, None)
+        self.totals.rounds += 0 if group.origin is not None else group.rounds.number
         group.end()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────

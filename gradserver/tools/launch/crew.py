@@ -12,7 +12,7 @@ from gradserver.tools.launch.attempt import Attempt
 from gradserver.tools.launch.failures import Failure, first
 from gradserver.tools.launch.frames import Frame, Kind
 from gradserver.tools.launch.options import Options
-from gradserver.tools.launch.output import Console, Logs
+from gradserver.tools.launch.output import AS_IT_WAS, Console, Logs
 from gradserver.tools.launch.places import Place
 from gradserver.tools.launch.signals import ENDING
 from gradserver.tools.launch.station import Station
@@ -107,7 +107,7 @@ class Crew:
             self._ended(attempt, fields["status"])
         elif "error" in fields:
             self._restarts[attempt.rank] = self._options.restarts  # it would not start the next time, either
-            status, text = int(fields["status"]), str(fields["error"]).encode()
+            status, text = int(fields["status"]), str(fields["error"]).encode(errors=AS_IT_WAS)
             self._ended(attempt, status, Failure(attempt.name, attempt.where, status, time.monotonic(), text))
         else:
             attempt.pid = int(fields["pid"])
