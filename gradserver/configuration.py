@@ -149,9 +149,9 @@ def read(path: Path) -> Settings:
         reason = (error.strerror or str(error)).lower()
         raise InvalidArgumentError(f"cannot read the configuration file {path}: {reason}") from error
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"the configuration file {path} is no text in UTF-8: {error}") from error
+        raise InvalidArgumentError(f"the configuration file {path} is not text in UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InvalidArgumentError(f"{path} is no TOML: {error}") from error
+        raise InvalidArgumentError(f"{path} is not TOML: {error}") from error
     lines, settings = _lines(text), Settings()
     tables = content.pop("group", {})
     where = f"{path}:{lines.get(('group',), 1)}"
@@ -160,7 +160,9 @@ def read(path: Path) -> Settings:
     settings.common = _table(content, (), path, lines)
     for name, table in tables.items():
         if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
-            raise InvalidArgumentError(f"{path}:{lines.get(('group', name), 1)}: {name!r} is no valid name of a group")
+            raise InvalidArgumentError(
+                f"{path}:{lines.get(('group', name), 1)}: {name!r} is not a valid name of a group"
+            )
         settings.groups[name] = _table(table, ("group", name), path, lines)
     return settings
 

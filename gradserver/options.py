@@ -362,7 +362,7 @@ LEDGER: Final = (
     Option(
         "journal-quota",
         "limit of what one group writes to the ledger in an hour by joins, departures, plans and leases. Above it the "
-        "coordinator refuses such requests. Rounds do not count; 0KiB is no limit",
+        "coordinator refuses such requests. Rounds do not count; 0KiB means no limit",
         size,
         "SIZE",
         default="256MiB",

@@ -27,6 +27,7 @@ from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_HEADER_BYTES,
     MAX_LIST,
+    MAX_PROOF_BYTES,
     MAX_TEXT,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
@@ -79,8 +80,10 @@ def encode(message: Message) -> bytes:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         shared = message.placed or message.slices != 1
-        if message.squares:
+        if message.proof:
             values = message
+        elif message.squares:
+            values = message[:11]
         elif message.nonfinite:
             values = message[:10]
         elif message.weights:
@@ -250,7 +253,7 @@ def _unpack(header: bytes) -> tuple[int, list[Any]]:
             raw=False,
             strict_map_key=True,
             max_str_len=4 * MAX_TEXT,
-            max_bin_len=0,
+            max_bin_len=MAX_PROOF_BYTES,
             max_ext_len=0,
             max_array_len=MAX_LIST,
             max_map_len=64,

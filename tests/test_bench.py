@@ -409,7 +409,10 @@ def owner_lives(name: str) -> bool:
         ),
         (["codecs", "--wire", "topk,topk:0.01"], "'topk,topk:0.01' contains a value twice"),
         (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
-        (["train", "--contenders", "ring/fp32"], "'ring/fp32' is no contender: write WAY/WIRE with tcp, shm, direct"),
+        (
+            ["train", "--contenders", "ring/fp32"],
+            "'ring/fp32' is not a contender: write WAY/WIRE with tcp, shm, direct",
+        ),
         (["train", "--contenders", "ddp/int8"], "torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK"),
         (["train", "--parameters", "25X"], "'25X' is not a number of parameters: write 25M (10K to 10G)"),
     ],

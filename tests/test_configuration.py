@@ -112,7 +112,7 @@ def test_a_group_may_have_a_mode_and_no_size_of_others(tmp_path: Path, monkeypat
         ("[group.a]\nmean = 'krum'", ":2: mean: there is no mean 'krum': F is the number"),
         ("[group.a]\nworkers = 'b=3'", ":2: workers is N or MIN:MAX; name the group by its table, [group.b]"),
         ("[groups.a]\nworkers = 2", "there is no table [groups]: that of a group is [group.NAME]"),
-        ("gather =", " is no TOML: Invalid value (at "),
+        ("gather =", " is not TOML: Invalid value (at "),
         ("group = 'mine'", ":1: `group` has a table for each group, as [group.NAME]"),
         ("bind = ", "Invalid value (at "),
         ("[group.a]\nworkers = 2\nmean = 'median'", "group 'a': the mean median needs at least 3 workers"),

@@ -714,7 +714,7 @@ def test_two_threads_cannot_call_it_at_once() -> None:
         (nn.Linear(2, 2), {"devices": "cpu"}, InvalidArgumentError, "a list with the device of each replica"),
         (nn.Linear(2, 2), {"devices": ["cuda:99"]}, InvalidArgumentError, "there is no device 'cuda:99'"),
         (nn.Linear(2, 2), {"devices": [99]}, InvalidArgumentError, "there is no device 99"),
-        (nn.Linear(2, 2), {"devices": ["disk"]}, InvalidArgumentError, "'disk' is no device of torch"),
+        (nn.Linear(2, 2), {"devices": ["disk"]}, InvalidArgumentError, "'disk' is not a device of torch"),
         (nn.Linear(2, 2), {"devices": ["meta"]}, LayoutError, "on the CPU or on CUDA devices"),
         (nn.Linear(2, 2), {"scalars": "sum"}, InvalidArgumentError, "scalars is 'stack' or 'mean'"),
         (nn.Linear(2, 2), {"dim": -1}, InvalidArgumentError, "dim is the number of a dimension"),

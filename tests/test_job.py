@@ -545,7 +545,7 @@ def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
 
     def work(worker: Worker) -> None:
         job = job_of(worker)
-        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is no whole checkpoint"
+        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is not a whole checkpoint"
         with pytest.raises(StateError, match=match):
             job.load(bad if worker.rank == 1 else tmp_path)
         assert job.round == 0

@@ -276,10 +276,10 @@ def test_hosts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' in '' is no host"),
-        ("a,,b", "'' in 'a,,b' is no host"),
-        ("a b", "'a b' in 'a b' is no host"),
-        ("-oProxyCommand=x", "is no host"),
+        ("", "'' in '' is not a host"),
+        ("a,,b", "'' in 'a,,b' is not a host"),
+        ("a b", "'a b' in 'a b' is not a host"),
+        ("-oProxyCommand=x", "is not a host"),
         ("a:0", "0 is out of range: the number of workers on a is 1 to 1024"),
         ("a:x", "'x' is not the number of workers on a"),
         ("a:2,b,a", "'a' is named twice: write a:N for N workers there"),

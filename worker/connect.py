@@ -117,7 +117,7 @@ def connect(
             its CUDA devices. Members that demand different planes get an error.
 
     Raises:
-        CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.
+        CoordinatorUnreachableError: nothing listens at ``url``, or the listener is not a coordinator.
         JoinTimeoutError: not all workers came in time. The error names the missing ones.
         JoinRefusedError: the rank is taken, the group is complete, or the demanded plane is not possible with all
             workers.

@@ -95,7 +95,20 @@ from gradserver.protocol.checks import listed, text
 from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.fields import Count, Flag, Key, Rank, Ranks, Squares, Stated, Text, Total, Weight, Weights
+from gradserver.protocol.fields import (
+    Count,
+    Flag,
+    Key,
+    Proof,
+    Rank,
+    Ranks,
+    Squares,
+    Stated,
+    Text,
+    Total,
+    Weight,
+    Weights,
+)
 from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_FRAME_BYTES,
@@ -184,7 +197,7 @@ class Fetch(MessageKind):
 @message(27, Payloads.optional(SLICE_BYTES))
 @dataclass(frozen=True, slots=True)
 class Held(MessageKind):
-    """A result that this member holds, as it came: ``weight``, ``without``, ``weights``, ``squares`` are the Result's.
+    """A result that this member holds, as it came: what is said of it, and its ``proof``, are the Result's.
 
     The payload is the result, if it is ``present``; zeros need none.
     """
@@ -197,6 +210,7 @@ class Held(MessageKind):
     without: Ranks = ()
     weights: Weights = ()
     squares: Squares = ()
+    proof: Proof = b""
 
     def check_payloads(self, count: int) -> None:
         """Raise MalformedMessageError unless there is a payload if it is present, and none else."""

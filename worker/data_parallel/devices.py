@@ -38,7 +38,7 @@ def _checked(named: Device) -> torch.device:
     try:
         device = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"{named!r} is no device of torch: {error}") from None
+        raise InvalidArgumentError(f"{named!r} is not a device of torch: {error}") from None
     if device.type == "cpu":
         return device if device.index else torch.device("cpu")
     if device.type != "cuda":

@@ -68,7 +68,7 @@ def ignored_names(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
     known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
     for name in sorted(named.difference(known)):
         have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
-        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is no buffer of this module: {have}")
+        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is not a buffer of this module: {have}")
     return named.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

@@ -57,7 +57,7 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
 def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradServerError:
     """Return the error of a member that contributed bytes which cannot be decoded."""
     what = group.describe(exchange.key, exchange.operation)
-    due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
+    due = "are not frames" if exchange.operation.op is Op.FRAMED else f"is not {exchange.layout.codec.name}"
     return type(found.error)(f"{group.call(found.member_id)} contributed to {what} what {due}: {found.error}")
 
 

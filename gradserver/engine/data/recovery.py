@@ -56,6 +56,7 @@ from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import Recover
 from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.proofs import Said
 from gradserver.engine.reports import CaughtUp, Recovered, RoundCompleted
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -127,8 +128,10 @@ def held(group: Group, member_id: int, message: Held, payload: Buffer | None, ef
         return False  # asked for before another member was lost
     if payload is not None:
         _check_held(group, recovery.holders[member_id], member_id, place, payload)
+    if payload is not None or place not in recovery.holders[member_id].handed:
+        _check_proof(group, member_id, message, payload)
     nonfinite = tuple(member_id for member_id, weight in enumerate(message.weights) if weight < 0)
-    told = message.without, message.weights, nonfinite, message.squares
+    told = message.without, message.weights, nonfinite, message.squares, message.proof
     result = Result(*place, message.weight, message.present, 1, False, False, *told)
     recovery.receive(place, result, () if payload is None else (payload,))
     for lacking, ready, payloads in recovery.hand_on():
@@ -153,6 +156,17 @@ def _check_held(group: Group, holder: Holder, member_id: int, place: Place, payl
     start, stop = layout.span(index)
     if guarded and not is_finite(payload, operation, stop - start):
         raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
+
+
+def _check_proof(group: Group, member_id: int, message: Held, payload: Buffer | None) -> None:
+    """Check that what ``member_id`` shows was once made: what a member makes up reaches no other."""
+    said = Said(message.key, message.weight, message.without, message.weights)
+    assert group.proofs is not None, "members of durable groups hold results"
+    if not group.proofs.is_right(message.proof, said, message.slice, payload, message.squares):
+        raise MalformedMessageError(
+            f"{group.describe(message.key)} as {group.call(member_id)} holds it: slice {message.slice} is not what a "
+            f"coordinator of this group has made of it. Its memory is faulty, or it makes results up"
+        )
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:

@@ -35,6 +35,9 @@ class Holder:
     weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
     """Weights that counted in the slices of buckets that it holds, by member id."""
 
+    handed: set[Place] = field(default_factory=set)
+    """Slices that it was handed in this recovery, and may keep no bytes of."""
+
     sizes: dict[Place, int] = field(default_factory=dict)
     """Bytes of collectives' and transfers' results, by slice, if they have any."""
 
@@ -85,6 +88,7 @@ class Holder:
         if result.weights:
             self.weights[key][index] = result.weights
         self.slices[State.HELD][key].add(index)
+        self.handed.add((key, index))
         self.slices[State.LACKING].get(key, set()).discard(index)
 
     def loose(self) -> Iterable[Place]:

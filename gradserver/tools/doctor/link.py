@@ -122,7 +122,7 @@ def _reach(report: Report, section: Section, url: str) -> bool | None:
         with socket.create_connection((host, port), timeout=_CONNECTING) as connection:
             there, here = connection.getpeername()[0], connection.getsockname()[0]
     except socket.gaierror as error:
-        section.add("reachable", False, f"no: {host!r} is no known host")
+        section.add("reachable", False, f"no: {host!r} is not a known host")
         report.find(
             f"{host!r} cannot be resolved ({reason_of(error)})", "correct the name, or give an address", breaks=True
         )
