@@ -58,7 +58,8 @@ def _squares(value: Any) -> tuple[float, ...]:
     return tuple(value)
 
 
-def _proof(value: Any) -> bytes:
+def proof(value: Any) -> bytes:
+    """Check a proof."""
     if type(value) is not bytes or len(value) > MAX_PROOF_BYTES:
         raise MalformedMessageError(f"expected at most {MAX_PROOF_BYTES} bytes, got {brief(value)}")
     return value
@@ -99,7 +100,7 @@ Weights = Annotated[tuple[float, ...], Field(weights)]
 """Weights of the contributions that counted, by member id; negative ones are of contributions that are not finite."""
 Squares = Annotated[tuple[float, ...], Field(_squares)]
 """Sums of squares, two numbers for each slice: the sum, and the rest that it lacks."""
-Proof = Annotated[bytes, Field(_proof)]
+Proof = Annotated[bytes, Field(proof)]
 """The proof of slices: in front the generation in which they were made, and then a code for each."""
 Numel = Annotated[int, Field(integer(0, MAX_NUMEL))]
 """A number of elements or of samples."""
