@@ -40,6 +40,7 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
+from gradserver.protocol.messages.data import made_in
 from gradserver.protocol.messages.recovery import (
     Fetch,
     Held,
@@ -331,7 +332,8 @@ class Durable(Member):
         """Yield what it holds, slice by slice."""
         for (part, index), (number, _, weights) in self.kept.items():
             if number >= self.round - 1:
-                yield Span(State.HELD, bucket(number, part), index, index + 1, weights)
+                made = made_in(self.proven[bucket(number, part), index].proof)
+                yield Span(State.HELD, bucket(number, part), index, index + 1, weights, 0, made)
         for task in self.history:
             if task.key.stream == Stream.BUCKET:
                 continue
@@ -344,7 +346,8 @@ class Durable(Member):
                     yield Span(State.OVER, task.key, index, index + 1)
                     continue
                 state = State.HELD if index in task.answers else State.LACKING
-                yield Span(state, task.key, index, index + 1, (), self.size(task, index))
+                made = made_in(self.proven[task.key, index].proof) if index in task.answers else 0
+                yield Span(state, task.key, index, index + 1, (), self.size(task, index), made)
 
     def size(self, task: Task, index: int) -> int:
         """Return the bytes of the result of a slice, which it keeps or lacks."""

@@ -163,6 +163,29 @@ def test_a_member_that_makes_a_result_up_is_out_and_the_next_one_is_asked(
     assert told[1][1] == [truth]
 
 
+@pytest.mark.parametrize("says", [1, 2])
+def test_a_result_that_was_made_again_is_not_handed_on_as_it_was_before(says: int) -> None:
+    """Test that a member which kept silent of a result cannot show it when the others have another one."""
+    group = Group(3)
+    group.harness.restart()
+    before, now = floats(6, 6, 6, 6).tobytes(), floats(1, 2, 3, 4).tobytes()
+    for rank in range(3):
+        group.resume(rank)
+    group.hold(0, 3, Span(State.HELD, bucket(3), 0, 1, made=says))
+    group.hold(1, 3, Span(State.HELD, bucket(3), 0, 1, made=2))
+    group.hold(2, 3)
+    asked = group.told(0)[-1]
+    assert (asked == Fetch(2, bucket(3), 0)) is (says == 2)
+
+    if says == 2:  # it is asked, and has no proof of that
+        group.harness.receive(BACK, group.prove(Held(2, bucket(3), 0, 2.0, True), before, 1), before)
+        assert BACK in group.harness.closed
+    group.harness.receive(BACK + 1, group.prove(Held(2, bucket(3), 0, 2.0, True), now, 2), now)
+
+    payloads = [payloads for message, payloads in group.harness.inbox.pop(BACK + 2) if isinstance(message, Result)]
+    assert payloads == [[now]]
+
+
 # ── between processes ─────────────────────────────────────────────────────────────────────────────────────
 
 

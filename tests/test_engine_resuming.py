@@ -100,13 +100,13 @@ class Group:
         generation = self.harness.engine.control.groups["default"].recovery.generation
         self.harness.receive(connection + rank, Holding(generation, number, 1.0), pack_spans(spans))
 
-    def prove(self, held: Held, payload: bytes | None = None) -> Held:
+    def prove(self, held: Held, payload: bytes | None = None, made: int = 0) -> Held:
         """Return what a member says with a result, with the proof that it was made."""
         proofs = self.harness.engine.data.groups["default"].proofs
         assert proofs is not None
         said = Said(held.key, held.weight, held.without, held.weights)
         hashes = proofs.hashes(payload, (len(payload or b""),))
-        return replace(held, proof=proofs.prove(1, said, held.slice, hashes, held.squares))
+        return replace(held, proof=proofs.prove(made, said, held.slice, hashes, held.squares))
 
     def told(self, rank: int, connection: int = BACK) -> list[object]:
         return [message for message, _ in self.harness.inbox.pop(connection + rank, [])]

@@ -23,6 +23,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey
 from gradserver.protocol.keyed import key_of, keyed_hash
 from gradserver.protocol.limits import CODE_BYTES, STAMP_BYTES
+from gradserver.protocol.messages.data import made_in
 
 _MOST_KEY: Final = hashlib.blake2b.MAX_KEY_SIZE
 _NONE: Final = b""
@@ -77,8 +78,7 @@ class Proofs:
         if len(proof) != STAMP_BYTES + CODE_BYTES:
             return False
         own = _NONE if payload is None else keyed_hash(payload, self.key)
-        generation = int.from_bytes(proof[:STAMP_BYTES], "little")
-        return hmac.compare_digest(proof, self.prove(generation, said, index, (own,), squares))
+        return hmac.compare_digest(proof, self.prove(made_in(proof), said, index, (own,), squares))
 
 
 def _packed(said: Said) -> bytes:

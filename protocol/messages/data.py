@@ -203,6 +203,11 @@ def proof_of(proof: bytes, start: int, stop: int) -> bytes:
     return proof[:STAMP_BYTES] + proof[STAMP_BYTES + start * CODE_BYTES : STAMP_BYTES + stop * CODE_BYTES]
 
 
+def made_in(proof: bytes) -> int:
+    """Return the generation in which slices were made, as their proof says."""
+    return int.from_bytes(proof[:STAMP_BYTES], "little")
+
+
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────────
 
 
