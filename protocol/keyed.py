@@ -7,8 +7,8 @@ Krovetz, Rogaway 1999, *UMAC: Fast and Secure Message Authentication*). Two diff
 sum with a chance of 2^-32 at most, for a key that their author does not know. The sums of all rows, behind the number
 of bytes, are short. A code over them (`gradserver.engine.proofs`) is told in their place, so nothing tells of the key.
 
-It takes a tenth of the time of a copy for bytes that are in a cache, where `gradserver.protocol.digest`, which anyone
-can compute, and forge, takes 2.6 times as long as a copy.
+Compiled, it reads 26 GB/s from a cache, where numpy's way takes 1.4 GB/s, SHA-256 1.3 GB/s and BLAKE2b 0.5 GB/s.
+`gradserver.protocol.digest` needs no key: anything can compute it, and find other bytes for it.
 """
 
 from __future__ import annotations
