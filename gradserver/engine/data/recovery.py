@@ -132,8 +132,8 @@ def held(group: Group, member_id: int, message: Held, payload: Buffer | None, ef
     if payload is not None or place not in recovery.holders[member_id].handed:
         _check_proof(group, recovery.holders[member_id].made.get(place, 0), member_id, message, payload)
     nonfinite = tuple(member_id for member_id, weight in enumerate(message.weights) if weight < 0)
-    told = message.without, message.weights, nonfinite, message.squares, message.proof
-    result = Result(*place, message.weight, message.present, 1, False, False, *told)
+    told = message.without, message.weights, nonfinite, message.squares
+    result = Result(*place, message.weight, message.present, 1, False, False, *told, proof=message.proof)
     recovery.receive(place, result, () if payload is None else (payload,))
     for lacking, ready, payloads in recovery.hand_on():
         effects.send(group.members.connections[lacking], ready, payloads)
