@@ -33,6 +33,7 @@ from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.digest import digest
 from gradserver.protocol.errors import ProtocolError
 from gradserver.protocol.kernels import NONE, Combine, Given, active
+from gradserver.protocol.keyed import keyed_hash
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.means import UNIT
 from gradserver.robust import FIRST_SCRATCH, robust_mean
@@ -165,6 +166,8 @@ class _Mean:
             command.digests.found.extend(found)
         if command.squares is not None:
             command.squares.extend(joined(measured))
+        if command.hashes is not None:
+            command.hashes.found.append(keyed_hash(self._result, command.hashes.key))
         return self._result
 
     def _at_once(self, number: int, elements: slice, piece: slice, arrived: Array) -> bool:

@@ -11,7 +11,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-PROTOCOL_VERSION: Final = 16
+PROTOCOL_VERSION: Final = 17
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
@@ -41,6 +41,12 @@ MAX_LIST: Final = 1024
 
 MAX_SLICES: Final = MAX_LIST // 2
 """Slices that one message names. In shared memory their credit is below a slice. A Result has two numbers for each."""
+
+STAMP_BYTES: Final = 8
+"""Bytes of a proof that say in which generation its slices were made."""
+CODE_BYTES: Final = 4
+"""Bytes of a proof for each slice. A wrong guess costs a member its place."""
+MAX_PROOF_BYTES: Final = STAMP_BYTES + MAX_SLICES * CODE_BYTES
 
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256

@@ -21,7 +21,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, PERSONAL, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
-from gradserver.protocol.messages.data import squares_of
+from gradserver.protocol.messages.data import proof_of, squares_of
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, pack_spans
 from gradserver.worker.member.donor import nobody_takes_it
 from gradserver.worker.member.inventory import Inventory
@@ -153,7 +153,8 @@ class Recovery:
         what = message.generation, message.key, message.slice
         place = message.slice - result.slice
         own = squares_of(result.squares, place, place + 1)
-        return Held(*what, result.weight, result.present, result.without, result.weights, own), payload
+        proof = proof_of(result.proof, place, place + 1)
+        return Held(*what, result.weight, result.present, result.without, result.weights, own, proof), payload
 
     def stands(self, shard: ShardTraffic, number: int) -> bool:
         """Begin anew at ``shard``, in round ``number``, with what has no result. Return true if all shards stand now.

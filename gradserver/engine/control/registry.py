@@ -189,6 +189,7 @@ class Registry:
             mean=policy.mean,
             audits=policy.audit.share,
             grain=group.shards.table.grain,
+            proves=group.proves,
         )
 
     def suit_links(self, group: Group) -> None:

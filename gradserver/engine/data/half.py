@@ -37,7 +37,7 @@ from gradserver.engine.data import commits, recovery
 from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
-from gradserver.engine.data.exchange import Exchange, Piece
+from gradserver.engine.data.exchange import Exchange, Facts, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, give_up, halt_all, tell_all
 from gradserver.engine.data.grants import leave_silent_out, silent_since
 from gradserver.engine.data.group import Group
@@ -269,7 +269,7 @@ class Data:
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
             if payload is None and (findings or not isinstance(outcome, Sifted)):
                 payload = b""  # it is in members' memory
-            answer(group, exchange, piece, payload, now, effects, findings, event.squares)
+            answer(group, exchange, piece, payload, now, effects, findings, Facts(event.squares, event.hashes))
 
     def _blame(
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects

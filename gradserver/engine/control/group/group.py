@@ -179,7 +179,14 @@ class Group:
 
         A member that had the id before shows something else.
         """
-        said = f"{member_id} {self.members.identities.names[member_id]}"
+        return self._follows(f"{member_id} {self.members.identities.names[member_id]}")
+
+    @property
+    def proves(self) -> str:
+        """The text from which the proofs of results follow; empty if the group is not durable."""
+        return self._follows("results") if self.is_durable else ""
+
+    def _follows(self, said: str) -> str:
         return hmac.new(self.sessions.secret.encode(), said.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
