@@ -56,6 +56,7 @@ def remove(
     is_learner = member_id in group.learners.by_id
     group.members.lose(member_id)
     group.watch.forget(member_id)
+    group.blocked.forget(member_id)
     group.plans.depart(member_id)
     group.sessions.attach(member_id)
     leases.departed(group, member_id)
