@@ -87,6 +87,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.messages.recovery import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.waiting import Blocked, Recheck
 from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.wire import decode, encode
 from tests.declarations import ALL_MESSAGES
@@ -147,6 +148,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Result(KEY, 0, 5.0, True, 2, True, squares=(2.5, 0.0, 1.5, 0.0)), []),
     (Inquire(KEY), []),
     (Missing(KEY, ("'w1' (rank 1)",)), []),
+    (Blocked(7, 1, (0, 2), ("barrier", "the plan"), ("'w1' (rank 1)", "")), []),
+    (Recheck(2), []),
     (Leave("done", True), []),
     (Probe(), [b"zeros"]),
     (Probed(), []),

@@ -113,7 +113,7 @@ class Member:
             case Leave():
                 self.attachment.heard_goodbye(shard)
             case Missing():
-                self.inquiries.answered(message)
+                self.inquiries.answered(message, shard)
 
     def _failed(self, failure: Failure, shard: int) -> None:
         """Take the word that something that this member has begun or asked fails."""

@@ -60,6 +60,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.protocol.messages.waiting import Blocked
 
 STATES: Final = {
     State.FORMING: "Workers have joined, and more are waited for.",
@@ -106,6 +107,7 @@ ROWS: Final = (
     Transition(_BEGUN, (Opens, Steps, Follow), do.say_of_modules, (BROKEN,)),
     Transition(_BEGUN, (RequestRound,), do.request_round),
     Transition(_BEGUN, (Paced,), do.note_pace),
+    Transition(_BEGUN, (Blocked,), do.wait, (BROKEN,)),
     Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED, BROKEN)),
     Transition(_BEGUN, (Applied,), do.apply, (ACTIVE, PAUSED)),
     Transition(_BEGUN, (Planned,), do.confirm),

@@ -57,6 +57,7 @@ def remove(
     registry.totals.lost += not politely and group.origin is None
     group.members.lose(member_id)
     group.watch.forget(member_id)
+    group.blocked.forget(member_id)
     group.plans.depart(member_id)
     group.sessions.attach(member_id)
     leases.departed(group, member_id)

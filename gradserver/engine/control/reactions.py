@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gradserver.engine.control import (
     admissions,
+    deadlocks,
     forming,
     learners,
     leases,
@@ -60,6 +61,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.protocol.messages.waiting import Blocked
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,6 +169,12 @@ def note_pace(event: Event) -> None:
     """Note how fast the member is."""
     assert isinstance(event.what, Paced)
     event.group.members.note_pace(event.member_id, event.what)
+
+
+def wait(event: Event) -> None:
+    """Halt the group if each member waits for something that only another waiting member could give."""
+    assert isinstance(event.what, Blocked)
+    deadlocks.hear(event.registry, event.group, event.member_id, event.what, event.effects)
 
 
 def resume(event: Event) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from gradserver.engine.control.findings import Findings
 from gradserver.engine.control.group.applicants import Applicants
+from gradserver.engine.control.group.blocked import BlockedMembers
 from gradserver.engine.control.group.configuration import Configuration
 from gradserver.engine.control.group.learners import Learners, Stage
 from gradserver.engine.control.group.leases import Leases
@@ -95,6 +96,7 @@ class Group:
     turns: Turns = field(default_factory=Turns)
     requests: Requests = field(default_factory=Requests)
     watch: Watch = field(default_factory=Watch)
+    blocked: BlockedMembers = field(default_factory=BlockedMembers)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
