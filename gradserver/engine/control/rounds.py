@@ -63,7 +63,7 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
     weights = dict(enumerate(record.weights))
     used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record))
     compared = group.leases.audits.settle(record, used_up, group.policy.audit, group.plans.plan)
-    record = audits.settled(record, compared)
+    record = turns.timed(group, audits.settled(record, compared))
     again = group.rounds.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
     if told:

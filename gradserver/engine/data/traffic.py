@@ -46,6 +46,10 @@ class Traffic:
         """Tell whether ``member_id`` has used up its credit for buckets."""
         return self.outstanding[member_id, Pool.BUCKETS] > self.credit - SLICE_BYTES
 
+    def is_short(self, member_id: int) -> bool:
+        """Tell whether ``member_id`` may have to wait for credit: a message takes a quarter of it at most."""
+        return 4 * self.outstanding[member_id, Pool.BUCKETS] > 3 * self.credit
+
     def receive(self, nbytes: int) -> None:
         """Count bytes that came."""
         self.bytes_in += nbytes
