@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from gradserver.engine.records import RoundRecord
@@ -28,6 +29,7 @@ from gradserver.engine.records import RoundRecord
 BEGAN_LATE: Final = "began late"
 SENT_SLOWLY: Final = "sent slowly"
 UNKNOWN: Final = "unknown"
+NO_MEMBER: Final[Mapping[int, int]] = MappingProxyType({})
 _TOLD_SHARE, _TOLD_SECONDS = 0.05, 0.001
 """Lag, as a share of the round and in seconds, below which a member is not late."""
 
@@ -88,14 +90,17 @@ def slowest(found: Mapping[int, Lag]) -> int:
     return max(found, key=lambda member_id: found[member_id].seconds)
 
 
-def shares(records: Iterable[RoundRecord]) -> tuple[int, dict[int, Share]]:
-    """Return in how many of these rounds the lags are known, and the part of each member for which others waited."""
+def shares(records: Iterable[RoundRecord], since: Mapping[int, int] = NO_MEMBER) -> tuple[int, dict[int, Share]]:
+    """Return in how many of these rounds the lags are known, and the part of each member for which others waited.
+
+    A member that joined has part in rounds ``since`` its first one: its id may have been another member's before.
+    """
     known, causes, seconds = 0, defaultdict[int, Counter[str]](Counter), defaultdict[int, float](float)
     for record in records:
         found = lags(record)
         last = slowest(found)
         known += last >= 0
-        if last >= 0 and found[last].cause:
+        if last >= 0 and found[last].cause and record.round >= since.get(last, 0):
             causes[last][found[last].cause] += 1
             seconds[last] += found[last].seconds
     return known, {one: Share(of.total(), seconds[one], of.most_common(1)[0][0]) for one, of in causes.items()}

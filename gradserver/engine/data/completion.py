@@ -292,6 +292,7 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if len(current.done) < group.full_buckets[current.section]:
         return
     group.rounds.end(number)
+    group.traffic.end_round(now)
     group.stragglers.completed(number)
     took = now - current.opened - current.waited
     took = took if current.quorum_at is None else current.quorum_at - current.opened
