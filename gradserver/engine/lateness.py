@@ -16,14 +16,14 @@ bucket before it gives the next one.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from gradserver.engine.medians import median_without
 from gradserver.engine.records import RoundRecord
 
 BEGAN_LATE: Final = "began late"
@@ -73,8 +73,8 @@ def lags(record: RoundRecord) -> dict[int, Lag]:
     firsts, lasts = (sorted(each) for each in zip(*times.values(), strict=True))
     found = {}
     for member_id, (first, last) in times.items():
-        others_ended = _median_without(lasts, last)
-        began, ended = first - _median_without(firsts, first), last - others_ended
+        others_ended = median_without(lasts, last)
+        began, ended = first - median_without(firsts, first), last - others_ended
         if ended >= least:
             cause = BEGAN_LATE if began >= ended / 2 else SENT_SLOWLY
         else:
@@ -110,10 +110,3 @@ def pace(records: Iterable[RoundRecord]) -> float | None:
     """Return the seconds from the end of one round to that of the next, the median; None if there is no such pair."""
     ends = [record.completed for record in records]
     return median(later - earlier for earlier, later in pairwise(ends)) if len(ends) > 1 else None
-
-
-def _median_without(ordered: Sequence[float], one: float) -> float:
-    """Return the median of sorted numbers without ``one`` of them, which are two at least."""
-    place, count = bisect_left(ordered, one), len(ordered) - 1
-    low, high = ((count - 1) // 2, count // 2)
-    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2

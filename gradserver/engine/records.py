@@ -557,7 +557,8 @@ class Outlier(Kind):
         if not self.off:
             return f"as of round {self.round}: the gradients of {name} are in line again"
         becomes = ", and the others go on without it" if self.evicted else ""
-        figures = f"norm {self.ratio:.3g} times the median, cosine {self.cosine:.2f} to the mean of the others"
+        norm = f"norm {self.ratio:.3g} times the median, " if self.ratio > 3 else ""
+        figures = f"{norm}cosine {self.cosine:.2f} to the mean of the others"
         return f"as of round {self.round}: the gradients of {name} are far off{becomes}: {figures}"
 
 
