@@ -15,13 +15,14 @@ at. A small norm is no evidence: a worker that has learned its samples has small
 
 A figure is not known in these cases:
 
-    the case                                          not known
-    ────────────────────────────────────────────────  ─────────────────────────────────────────────────────────────────
-    a contribution is zero, or a millionth of usual   all of that member, in that round
-    most contributions have vanished                  norms: those that have not would look large
-    the round has two contributions                   cosines, as both have the same; and norms, but for the next case
-    … one has the norm that is usual                  the norm of the other is known: it may have changed
-    in none of these, the round has one contribution  all
+    the case                                           not known
+    ─────────────────────────────────────────────────  ────────────────────────────────────────────────────────────
+    a contribution is zero, or a millionth of usual    all of that member, in that round
+    most contributions have vanished                   norms: those that have not would look large
+    the others cancel it, as at an optimum             its cosine: workers may have data of their own
+    the round has two contributions                    cosines, as both have the same, and norms
+    … but one has the norm that is usual               cosines alone: the norm of the other tells
+    the round has one contribution                     all
 
 The usual norm is learned from rounds in which members agree, for each section of a plan, as sections differ. A
 contribution of little weight scatters more: its norm may be larger by the root of the ratio of weights, and its cosine
