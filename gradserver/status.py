@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any, Final, cast
 
@@ -40,6 +41,8 @@ _STAGES: Final = {
     "entered": "it is in its first round",
 }
 """Stages of a worker that joins a running group."""
+_CLEAR: Final = "\033[H\033[J"
+"""Control sequence that clears a terminal, and goes to its first line."""
 _PATIENCE: Final = 3.0
 """Seconds for a coordinator to accept a connection, and then to answer."""
 
@@ -58,6 +61,21 @@ def show(url: str, interval: float, as_json: bool) -> int:
         time.sleep(interval)
     print("\n".join(render(first, survey(url))))
     return 0
+
+
+def watch(url: str, seconds: float) -> int:
+    """Show the status every so many ``seconds`` until Ctrl-C: in place on a terminal, one behind the other elsewhere."""
+    in_place = sys.stdout.isatty()
+    try:
+        before = survey(url)
+        while True:
+            time.sleep(seconds)
+            after = survey(url)
+            text = "\n".join(render(before, after))
+            print(f"{_CLEAR}{text}" if in_place else f"{text}\n", flush=True)
+            before = after
+    except KeyboardInterrupt:
+        return 0
 
 
 def survey(url: str) -> dict[str, Any]:
