@@ -64,7 +64,7 @@ def show(url: str, interval: float, as_json: bool) -> int:
 
 
 def watch(url: str, seconds: float) -> int:
-    """Show the status every so many ``seconds`` until Ctrl-C: in place on a terminal, one behind the other elsewhere."""
+    """Show the status every so many ``seconds`` until Ctrl-C, on a terminal in place."""
     in_place = sys.stdout.isatty()
     try:
         before = survey(url)

@@ -1,8 +1,8 @@
 """Slow workers: the one that holds its group up in most rounds is named in the log, and the status has figures.
 
-A worker is named when, of the last `_WINDOW` rounds that tell, it came last in three quarters, and each time the others
-waited for it for a fifth of the round and `_MATERIAL` seconds, or more. Every `_EVERY` rounds this is looked at. The
-same worker is not named again for ten minutes.
+A worker is named when it came last in three quarters of the last `_WINDOW` rounds. Each time the others have waited for
+it, for a fifth of the round and `_MATERIAL` seconds at least. Every `_EVERY` rounds this is looked at. The same worker
+is not named again for ten minutes.
 """
 
 from __future__ import annotations
