@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import gradserver
 from gradserver import serving
-from gradserver.arguments import add_seconds, number
+from gradserver.arguments import add_seconds, number, seconds
 from gradserver.command_line import Command, print_all
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
@@ -83,6 +83,14 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     add_seconds(parser, "--interval", 0.05, 3600, "seconds over which rates are measured (default 1)", 1.0)
+    parser.add_argument(
+        "--watch",
+        type=seconds(0.05, 3600),
+        nargs="?",
+        const=2.0,
+        metavar="S",
+        help="show the status every S seconds (default 2), until Ctrl-C",
+    )
     parser.set_defaults(run=_status)
 
 
@@ -142,8 +150,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     """Show the groups of a coordinator: members, round, rates, and the workers that a round waits for."""
-    from gradserver.status import show
+    from gradserver.status import show, watch
 
+    if arguments.watch is not None:
+        return watch(arguments.url, arguments.watch)
     return show(arguments.url, arguments.interval, arguments.json)
 
 

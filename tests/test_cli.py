@@ -221,7 +221,7 @@ def test_status_of_a_group_at_work_shows_members_round_and_rates(capsys: pytest.
         for task in tasks:
             task.result()
 
-    assert "group 'default': active, 2 of 2 workers, epoch 1" in text
+    assert "group 'default': active, 2 of 2 workers, membership epoch 1" in text
     rates = re.search(r"round (\d+), ([\d.]+) rounds/s, ([\d.]+) MB/s in, ([\d.]+) MB/s out", text)
     assert rates is not None
     rounds, inwards, outwards = (float(rates[index]) for index in (2, 3, 4))
@@ -244,7 +244,7 @@ def test_status_shows_missing_workers_and_what_is_in_flight(capsys: pytest.Captu
         for handle in handles:
             handle.wait()
 
-    assert re.search(r"open for \d+\.\d s: bucket 'b0' of round 1; missing: 'w1' \(rank 1\)$", text, re.M)
+    assert re.search(r"^  waits for 'w1' \(rank 1\): \d+\.\d s so far, in round 1$", text, re.M)
     assert re.search(r"w1 +0\.0 MB", text)
     assert "round 1, 0.0 rounds/s" in text
 
@@ -268,8 +268,25 @@ def test_status_shows_the_plane_its_reason_and_the_devices(
 
     assert "  plane: tcp, because 'w1' has no CUDA device\n" in text
     assert "  devices: 1 × NVIDIA H100 (80 GiB), 1 × CPU, heterogeneous, on 2 hosts\n" in text
-    assert re.search(r"rank +worker +in flight +last round +device +channel\n", text)
+    assert re.search(r"rank +worker +no result yet +device +channel\n", text)
     assert re.search(r"0 +w0 +0\.0 MB +NVIDIA H100 +tcp\n +1 +w1 +0\.0 MB +CPU +shm\n", text)
+
+
+def test_watch_shows_the_status_again_until_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradserver.status.time.sleep", pause)
+    with coordinator() as server:
+        assert main(["status", server.url, "--watch", "0.5"]) == 0
+    assert pauses == [0.5] * 3
+    assert capsys.readouterr().out.count("no groups: no worker is connected") == 2
 
 
 def test_status_shows_what_broke_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +310,8 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     assert snapshot["url"] == server.url
     assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
     assert [member.pop("offer")["channel"] for member in group["members"]] == ["shm", "shm"]
+    for member in group["members"]:
+        member.pop("held_up", None)  # of one of them
     alike = {"norm_ratio": 1.0, "cosine": 1.0, "off": None}
     assert [member.pop("gradients") for member in group["members"]] == [alike, alike]
     assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]

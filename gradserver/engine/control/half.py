@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import cast
 
-from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups, watching
+from gradserver.engine.control import forming, journal, requests, restore, sessions, slow, subgroups, watching
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -264,7 +265,12 @@ class Control:
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
-        return {name: group.describe(now) | watching.describe(group) for name, group in self.groups.items()}
+        return {name: self._describe(group, now) for name, group in self.groups.items()}
+
+    def _describe(self, group: Group, now: float) -> dict[str, object]:
+        described = group.describe(now)
+        members = cast(list[dict[str, object]], described["members"])
+        return described | watching.describe(group) | slow.describe(group, members)
 
     def totals(self) -> dict[str, int]:
         """Return the counts of what has happened since this coordinator began."""

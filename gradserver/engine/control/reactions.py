@@ -156,7 +156,7 @@ def say_of_states(event: Event) -> None:
 def say_of_modules(event: Event) -> None:
     """Tell members that follow which module is next."""
     assert isinstance(event.what, Opens | Steps | Follow)
-    turns.hear(event.group, event.member_id, event.what, event.effects)
+    turns.hear(event.group, event.member_id, event.what, event.now, event.effects)
 
 
 def request_round(event: Event) -> None:

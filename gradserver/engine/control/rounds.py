@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gradserver.engine.control import audits, donations, journal, learners, leases, turns
+from gradserver.engine.control import audits, donations, journal, learners, leases, slow, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.effects import Effects
 from gradserver.engine.ends import MAX_CUTS
@@ -63,9 +63,10 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
     weights = dict(enumerate(record.weights))
     used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record))
     compared = group.leases.audits.settle(record, used_up, group.policy.audit, group.plans.plan)
-    record = audits.settled(record, compared)
+    record = turns.timed(group, audits.settled(record, compared))
     again = group.rounds.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
+    slow.look(group, record.completed, effects)
     if told:
         group.rounds.end(record.round)
         _begin_next(group, record, effects)

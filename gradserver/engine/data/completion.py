@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from gradserver.engine.commands import Command, Contribution, Digests, Hashes, Measures, Reduce, Repeated, Send, make
 from gradserver.engine.data.exchange import NO_FACTS, WEIGHED, Exchange, Facts, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
+from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Finding
 from gradserver.engine.figures import figures_of
@@ -312,15 +313,29 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if len(current.done) < group.full_buckets[current.section]:
         return
     group.rounds.end(number)
+    group.traffic.end_round(now)
     group.stragglers.completed(number)
     took = now - current.opened - current.waited
     took = took if current.quorum_at is None else current.quorum_at - current.opened
     group.stragglers.pace.completed(took, current.arrivals)
     if group.hashing is not None:
         group.hashing.completed(now)
-    record = current.record(number, group.world, group.plan, now)
+    record = current.record(number, group.world, group.plan, now, _unmeasured(group, number, current))
     figures = figures_of(current.tallies)
     effects.report(RoundCompleted(group.order.group, record, told=over, figures=figures))
+
+
+def _unmeasured(group: Group, number: int, current: Round) -> Collection[int] | None:
+    """Return the members of which the round does not tell how quick they were; None if it tells that of none.
+
+    A round that was granted begins when its members have their gradients. One in which a worker joins waits for a
+    state. Members that were cut off gave a part only.
+    """
+    resumed = group.sequences.restarted and number == group.sequences.first_round
+    if group.order.grants or resumed or number in group.learners.first_rounds.values():
+        return None
+    late = [member_id for member_id, latest in group.stragglers.closed.items() if latest >= number]
+    return {*late, *(member_id for member_id, _ in current.cut)}
 
 
 def _by_slice(layout: Layout, piece: Piece, result: Result, payload: Buffer) -> list[tuple[Result, Sequence[Buffer]]]:

@@ -276,10 +276,11 @@ class Group:
     def snapshot(self, now: float) -> dict[str, object]:
         """Return the traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
         return {
-            **self.traffic.snapshot(self.world),
+            **self.traffic.snapshot(self.world, now),
             "open": [
                 {
                     "what": self.describe(exchange.key, exchange.operation),
+                    "round": exchange.key.number if exchange.key.stream == BUCKET else None,
                     "age": round(now - exchange.opened, 3),
                     "missing": [self.call(member_id) for member_id in exchange.missing()[:16]],
                 }

@@ -202,8 +202,12 @@ class Data:
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
-        if push.key.stream == BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
-            group.rounds[push.key.number].arrived(member_id, now)
+        if push.key.stream == BUCKET:
+            current = group.rounds[push.key.number]
+            if run.start == exchange.start or run.stop == exchange.stop:
+                current.arrived(member_id, exchange.operation, now)
+            if not current.held and group.traffic.is_short(member_id):
+                current.hold_back()
         before = exchange.complete
         for piece in exchange.take(member_id, run, now):
             complete(group, exchange, piece, now, effects)

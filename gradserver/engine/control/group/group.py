@@ -24,6 +24,7 @@ from gradserver.engine.control.group.requests import Requests
 from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
+from gradserver.engine.control.group.slow import Slow
 from gradserver.engine.control.group.turns import Turns
 from gradserver.engine.control.group.watch import Watch
 from gradserver.engine.control.planes import Candidate, Case
@@ -97,6 +98,7 @@ class Group:
     requests: Requests = field(default_factory=Requests)
     watch: Watch = field(default_factory=Watch)
     blocked: BlockedMembers = field(default_factory=BlockedMembers)
+    slow: Slow = field(default_factory=Slow)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -375,6 +377,7 @@ class Group:
                 for member_id in self.members.by_id
             ],
             "waiting": waiting,
+            "gone": self.slow.describe(now),
             "joining": [one.describe(identities.rank(member_id)) for member_id, one in self.learners.by_id.items()],
             "broken": self.broken.message if self.broken else None,
             "data": self.leases.positions.snapshot(),
