@@ -125,7 +125,7 @@ def test_nan_stays_where_it_is_if_it_is_passed_on(gather: Gather) -> None:
     assert (first.skipped, first.left_out) == (False, False)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "halt", "propagate"])
 def test_finite_elements_that_are_too_large_to_be_summed_have_a_mean(policy: Any) -> None:
     def work(worker: Worker) -> tuple[float, bool, bool]:
         worker.agree(simple_plan([("b", 4)], FLOAT32))
