@@ -986,7 +986,7 @@ def test_buffers_that_come_change_or_go_are_followed(given: bool) -> None:
     module.register_buffer("later", torch.ones(1))
     assert followed().keys() == {"first", "later"}
     del module.later
-    module.first = None
+    module.register_buffer("first", None)
     assert followed() == {}
 
 

@@ -324,7 +324,7 @@ def test_its_remedies_work(wrapper: str) -> None:
     assert on(2, work) == [([1, 1], [1, 1]), ([1, 1], [2, 2])]
 
 
-CHANGES: dict[str, tuple[Callable[[nn.Module], object], type[Exception], str]] = {
+CHANGES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "registered": (lambda net: net.register_buffer("late", torch.ones(1)), UsageError, "buffer 'late' has come"),
     "deep": (
         lambda net: net.linear.register_buffer("late", torch.ones(1)),
@@ -369,7 +369,7 @@ def test_a_buffer_that_each_forward_assigns_anew_is_rank_0_s_everywhere() -> Non
         model = DistributedDataParallel(Average(torch.ones(2)), worker)
         for _ in range(STEPS):
             model(3 * batch(worker)).sum().backward()
-        found: list[float] = model.module.scale.tolist()
+        found: list[float] = model.module.get_buffer("scale").tolist()
         return found
 
     assert on(2, work) == [[2.75, 2.75]] * 2

@@ -689,7 +689,7 @@ class Attending(nn.Module):
         return torch.softmax(self.norm(self.linear(inputs)) + self.mask[0], -1)
 
 
-def attend(worker: Worker, steps: int, spoil: Callable[[Attending], object] = lambda _: None, **options: Any) -> Any:
+def attend(worker: Worker, /, steps: int, spoil: Callable[[Attending], object] = lambda _: None, **options: Any) -> Any:
     module = seeded(0, Attending)
     optimizer = torch.optim.SGD(module.parameters(), 0.0)
     model = LocalSGD(module, worker, optimizer, every=2, **options)
@@ -790,7 +790,7 @@ def test_a_worker_that_joins_has_the_group_s_buffers_between_two_exchanges() -> 
         model = LocalSGD(module, worker, every=4)
         buffers = model._averaging._fragments[-1].buffers
         with torch.no_grad():
-            module.norm.running_mean.add_(1.0 + worker.rank)  # since the last exchange
+            module.get_buffer("norm.running_mean").add_(1.0 + worker.rank)  # since the last exchange
             module.mask[0, 0] = float(worker.rank)
         state = model.outer_state()
         buffers.begin()

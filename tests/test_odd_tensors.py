@@ -151,7 +151,7 @@ def test_a_parameter_that_is_a_cell_of_a_table_is_trained_and_saved(
         model(worker.rank + 1.0).abs().backward()
         job.step()
         job.save()
-        found: list[float] = model.module.cell.detach().abs().float().tolist()
+        found: list[float] = model.module.get_parameter("cell").detach().abs().float().tolist()
         return found
 
     with gradserver.LocalCluster(2) as cluster:
