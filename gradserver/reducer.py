@@ -40,10 +40,9 @@ from gradserver.mean import (
     first_non_finite,
     fold,
     is_finite,
-    mean_in_range,
+    mend_overflow,
     narrow,
     scratch,
-    shares_of,
     types_of,
     weigh,
     widen,
@@ -317,7 +316,7 @@ class _Job:
         total = self._total if self._total is not None else scratch(0, values[0][1].size, self._elements)
         add_up(values, equal, total)
         divide(total, divisor)
-        return self._checked(total, block)
+        return self._checked(total, [((1.0 if equal else weight) / divisor, row) for weight, row in values], block)
 
     def _at_once(self, given: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int) -> Array | None:
         """Compute the mean of a block by a kernel; None if there is none, or if something is not finite."""
@@ -332,23 +331,26 @@ class _Job:
             self._squares[block] = squares(arrived)
         return total
 
-    def _robust(self, rows: Sequence[Array | None], weights: Sequence[float], within: bool = False) -> Array | None:
-        """Compute a robust mean of a block that begins with a unit, as `_mean` does. ``within``: in range."""
+    def _robust(self, rows: Sequence[Array | None], weights: Sequence[float]) -> Array | None:
+        """Compute a robust mean of a block that begins with a unit, as `_mean` does."""
         values = [None if row is None else self._widen(row) for row in rows]
         first = next(row for row in values if row is not None)
         total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
-        known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded, within)
-        return self._narrow(total) if known and (not self._guarded or is_finite(total)) else None
+        known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded)
+        return self._narrow(total) if known else None
 
-    def _checked(self, total: Array, block: int) -> Array | None:
-        """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too."""
+    def _checked(self, total: Array, shares: Sequence[tuple[float, Array]], block: int) -> Array | None:
+        """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too.
+
+        ``shares`` are the contributions, each with its share, for elements with a sum that is out of range.
+        """
         if self._squares:
             result = self._narrow(total)
             found = squares(self._widen(result))
             if math.isfinite(found[0]):
                 self._squares[block] = found
                 return result
-        if is_finite(total):
+        if is_finite(total) or mend_overflow(total, shares):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
 
@@ -402,9 +404,6 @@ class _Sieve(_Job):
         result = self._mean(list(rows.values()), self._scale, block)
         while result is None:
             bad = {place: element for place, row in rows.items() if (element := self._bad(row)) is not None}
-            if not bad:
-                result = self._mean_in_range(rows)
-                break
             found = [Finding(self._slice + block, self._member_ids[p], (start + bad[p]) // self._parts) for p in bad]
             self._findings += found
             rows = {place: row for place, row in rows.items() if place not in bad}
@@ -417,13 +416,3 @@ class _Sieve(_Job):
 
     def _bad(self, row: Array | None) -> int | None:
         return None if row is None else first_non_finite(self._widen(row))
-
-    def _mean_in_range(self, rows: dict[int, Array | None]) -> Array:
-        """Compute the mean of finite elements that are so large that their sum is not finite."""
-        if self._rule.is_robust:
-            made = self._robust(list(rows.values()), [self._weights[place] for place in rows], within=True)
-            assert made is not None, "all elements are finite"
-            return made
-        shares = shares_of([self._weights[place] for place in rows])
-        given = [(one, self._widen(row)) for one, row in zip(shares, rows.values(), strict=True) if row is not None]
-        return self._narrow(mean_in_range(given, self._elements))

@@ -27,6 +27,9 @@ from gradserver.protocol.limits import (
     SLICE_BYTES,
 )
 
+BUFFERS_KEY: Final = "buffers"
+"""The first part of the key of a bucket that has a module's buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Component:
@@ -84,6 +87,16 @@ class Bucket:
             if element < seen:
                 return component
         raise InvalidArgumentError(f"bucket {self.key!r} has {self.numel} elements, there is no element {element}")
+
+    @property
+    def has_buffers(self) -> bool:
+        """True for buffers of a module, such as running statistics; false for gradients."""
+        return self.key.partition(".")[0] == BUFFERS_KEY
+
+    def tensor_at(self, element: int) -> str:
+        """Name the tensor that ``element`` belongs to, for an error: its kind and its name."""
+        kind = "buffer" if self.has_buffers else "parameter"
+        return f"{kind} {self.component_at(element).name!r}"
 
 
 VACANT: Final = Bucket("", FLOAT32, ())

@@ -15,6 +15,7 @@ from gradserver.tools.demo.settings import Settings
 from gradserver.worker.torch_ddp.buckets import GradientBucket, buffer_buckets, memory_order
 from gradserver.worker.torch_ddp.grouping import Group, find_blocks, group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
+from gradserver.worker.torch_ddp.module_buffers import exchanged_buffers
 from tests.models import Block, Convolutional, Transformer
 
 torch.set_num_threads(1)
@@ -357,7 +358,7 @@ def test_sparse_gradient_is_refused() -> None:
 
 def test_buffers_are_packed_by_element_type() -> None:
     module = Convolutional()
-    floats, counts = buffer_buckets(module)
+    floats, counts = buffer_buckets(exchanged_buffers(module, ()))
     assert [bucket.spec.key for bucket in (floats, counts)] == ["buffers.float32", "buffers.int64"]
     assert [c.name for c in floats.spec.components] == ["norm.running_mean", "norm.running_var"]
     assert floats.spec.op is counts.spec.op is Op.FIRST
@@ -372,7 +373,7 @@ def test_buffers_are_packed_by_element_type() -> None:
 def test_buffer_that_was_assigned_to_is_found() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.zeros(2))
-    (bucket,) = buffer_buckets(module)
+    (bucket,) = buffer_buckets(exchanged_buffers(module, ()))
     bucket.place(torch.empty(2))
     module.table = torch.ones(2)
     bucket.pack()
@@ -383,7 +384,7 @@ def test_buffer_that_was_assigned_to_is_found() -> None:
 def test_buffer_that_changed_its_shape_is_named(value: torch.Tensor | None) -> None:
     inner = nn.Module()
     inner.register_buffer("table", torch.zeros(2))
-    (bucket,) = buffer_buckets(nn.Sequential(inner))
+    (bucket,) = buffer_buckets(exchanged_buffers(nn.Sequential(inner), ()))
     bucket.place(torch.empty(2))
     inner.register_buffer("table", value)
     with pytest.raises(SizeMismatchError, match=r"'0.table' had shape \(2,\)"):

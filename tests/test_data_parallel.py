@@ -954,3 +954,44 @@ def test_recurrent_modules_run_on_a_gpu_and_the_cpu() -> None:
         assert distance(state_of(model), state_of(plain)) < 1e-6
         with torch.no_grad():
             torch.testing.assert_close(model(rows(10).view(5, 2, 3)), model.module(rows(10).view(5, 2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("given", [False, True])
+def test_buffers_that_come_change_or_go_are_followed(given: bool) -> None:
+    def made() -> nn.Module:
+        module = nn.Linear(2, 1)
+        module.register_buffer("first", None)
+        return module
+
+    module = made()
+    replica = made() if given else None
+    model = DataParallel(module, ["cpu", "cpu:1"], replicas=() if replica is None else [replica])
+
+    def followed() -> dict[str, torch.Tensor]:
+        model(torch.ones(4, 2)).sum().backward()
+        follower = model._made()._sites[torch.device("cpu:1")].replicas[0].module
+        return dict(follower.named_buffers())
+
+    assert followed() == {}
+    for value in (torch.ones(2), torch.ones(3), torch.ones(3).double(), torch.eye(2).to_sparse().coalesce()):
+        module.first = value
+        found = followed()["first"]
+        assert (found.shape, found.dtype) == (value.shape, value.dtype)
+        assert torch.equal(found.to_dense(), value.to_dense())
+    module.first = torch.eye(2).to_sparse_csr()
+    assert torch.equal(followed()["first"].to_dense(), torch.eye(2))
+    module.first = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert [len(part) for part in followed()["first"].unbind()] == [1, 2]
+    module.register_buffer("later", torch.ones(1))
+    assert followed().keys() == {"first", "later"}
+    del module.later
+    module.register_buffer("first", None)
+    assert followed() == {}
+
+
+def test_a_tensor_without_elements_is_refused_by_name() -> None:
+    module = nn.Linear(2, 1)
+    module.register_buffer("empty", torch.ones(2, device="meta"))
+    with pytest.raises(LayoutError, match=r"'empty' is on the meta device.*to_empty"):
+        DataParallel(module, ["cpu", "cpu:1"])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
-from gradserver import DistributedDataParallel, Job, ShardSampler
+from gradserver import DistributedDataParallel, Job, LocalCluster, ShardSampler
 from gradserver.protocol.errors import (
     DisagreementError,
     DivergedError,
@@ -657,3 +657,34 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
             ends = {(process.expect("resumed ", STARTED_WITHIN), process.expect("weights ")) for process in processes}
             assert ends == {("round-000000006.gsckpt", str(undisturbed.digest))}
             assert [process.end() for process in processes] == [0, 0]
+
+
+def test_a_buffer_that_a_first_forward_makes_is_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.scale: torch.Tensor | None
+            self.register_buffer("scale", None)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.scale is None:
+                self.scale = inputs.abs().mean(0)
+            result: torch.Tensor = self.linear(inputs / self.scale)
+            return result
+
+    def work(worker: Worker, value: float) -> tuple[int, list[float]]:
+        module = Late()
+        model = DistributedDataParallel(module, worker, buffers_to_ignore=["scale"])
+        job = Job(model, torch.optim.SGD(model.parameters(), 0.1), checkpoint=tmp_path)
+        begun = job.round
+        model(torch.full((3, 2), value)).sum().backward()
+        job.step()
+        job.save()
+        assert module.scale is not None
+        return begun, module.scale.tolist()
+
+    with LocalCluster(1) as cluster:
+        assert cluster.run(work, 2.0) == [(0, [2.0, 2.0])]
+    with LocalCluster(1) as cluster:
+        assert cluster.run(work, 5.0) == [(1, [2.0, 2.0])]

@@ -346,6 +346,7 @@ def _not_finite(story: Story, record: RoundRecord) -> list[str]:
         bucket = buckets[part] if part < len(buckets) else None
         known = bucket is not None and 0 <= first < bucket.numel
         parameter = _cut(bucket.component_at(first).name) if bucket is not None and known else "?"
+        parameter += " (buffer)" if bucket is not None and bucket.has_buffers else ""
         rows.append([story.call(member_id), _cut(bucket.key) if bucket is not None else part, slices, parameter])
     becomes = "skipped by all workers" if story.handling is OnNonFinite.SKIP else "left out"
     return [f"  NaN or Inf, {becomes}:", *table(["worker", "bucket", "slices", "first parameter"], rows)]

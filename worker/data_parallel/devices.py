@@ -76,6 +76,16 @@ def _kind(device: torch.device) -> str:
     return f"{properties.name}, {properties.total_memory // MIB:,} MiB"
 
 
+def moved_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device. LayoutError, with its name, for a tensor that has no elements."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise LayoutError(
+                f"{name!r} is on the meta device, and has no elements: call module.to_empty(device=…), and load a state"
+            )
+    return module.to(device)
+
+
 def check_replicable(module: nn.Module, home: torch.device) -> None:
     """Refuse a module of which there cannot be replicas, or that is not on the first device.
 

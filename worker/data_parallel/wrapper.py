@@ -16,7 +16,7 @@ from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import ROUND_TIMEOUT
 from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
-from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
+from gradserver.worker.data_parallel.devices import Device, checked_devices, described, moved_to, plain
 from gradserver.worker.data_parallel.given import check_count
 from gradserver.worker.data_parallel.replicas import Replicas
 from gradserver.worker.data_parallel.shares import Shares, tracker_of
@@ -120,7 +120,7 @@ class DataParallel(nn.Module):
             check_count(self._given, self.devices)
         self._tracker = tracker_of(self.devices, balance)
         self._shares: Shares | None = None
-        self.module = module.to(plain(self.devices[0]))
+        self.module = moved_to(module, plain(self.devices[0]))
         self._dim, self._whole, self._scalars = dim, frozenset(whole), scalars
         self._cap_mb, self._timeout = bucket_cap_mb, timeout
         self._depth = 0

@@ -13,6 +13,7 @@ from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageEr
 from gradserver.protocol.messages import Opened
 from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.module_buffers import restore_buffers
 from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class Trained:
 
     def load(self, module: Tree, outer: Tree) -> None:
         """Load the module's state, and that of the outer optimizer, if there is one."""
+        restore_buffers(self.model.module, module)
         if not isinstance(self.model, LocalSGD):
             self.model.module.load_state_dict(module)
             return

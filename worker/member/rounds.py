@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from gradserver.protocol.advice import on_not_finite
 from gradserver.protocol.errors import GradServerError, OutOfStepError, RoundVoidError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
@@ -163,19 +164,22 @@ class Rounds:
 
     def note_not_finite(self) -> Log | None:
         """Note the outcome of a round in which gradients of a member were not finite."""
-        found = [waiter.not_finite for waiter in self.pushed.values() if waiter.not_finite is not None]
-        self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
+        by_part = {part: waiter.not_finite for part, waiter in self.pushed.items()}
+        found = {part: one for part, one in by_part.items() if one is not None}
+        self.skipped = any(one.skips for one in found.values())
+        self.left_out = any(one.own for one in found.values())
         if not self.left_out:
             return None
         self._left_out_rounds += 1
         if self._left_out_rounds & (self._left_out_rounds - 1) != 0:  # the first, and then ever more rarely
             return None
         became = "so no worker applies it" if self.skipped else "and is left out of the mean where it is not"
-        here = self._identity.membership
+        here, buckets = self._identity.membership, () if self.plan is None else self.plan.buckets
+        own = [part for part, one in found.items() if one.own and part < len(buckets)]
+        advice = on_not_finite([(buckets[part], -1) for part in own] or [(None, -1)])
         return Log(
-            "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). Look at its "
-            "data, loss and learning rate",
-            (here.group, here.rank, self.number, became, self._left_out_rounds),
+            "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). %s",
+            (here.group, here.rank, self.number, became, self._left_out_rounds, advice),
         )
 
     def go_by(self, plan: Plan, first: int) -> None:

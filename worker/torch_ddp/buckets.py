@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import BY_NAME, UINT8
-from gradserver.protocol.errors import DTypeError, LayoutError, SizeMismatchError
+from gradserver.protocol.errors import DTypeError, LayoutError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
-from gradserver.protocol.plan import Bucket, Component
+from gradserver.protocol.plan import BUFFERS_KEY, Bucket, Component
 from gradserver.worker.devices.cuda import fetch
 from gradserver.worker.tensors import bind, wire_dtype
 from gradserver.worker.torch_ddp.grouping import Group
+from gradserver.worker.torch_ddp.module_buffers import Owned, check_form
 
 USED_KEY: Final = "used"
 SENDER_KEY: Final = "sender"
+OPTION: Final = "broadcast_buffers=False"
+"""The option by which no buffers are exchanged."""
 _LARGE_BUFFER_BYTES: Final = 256 * KIB
 """Size from which a buffer's bytes weigh more than a message of its own."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -256,10 +259,10 @@ class GradientBucket(FlatBucket):
 class BufferBucket(FlatBucket):
     """Buffers of one element type, packed. Between rounds ``flat`` holds their values after the last exchange."""
 
-    def __init__(self, key: str, module: nn.Module, names: Sequence[str]) -> None:
-        components = tuple(Component(name, tuple(module.get_buffer(name).shape)) for name in names)
-        super().__init__(key, module.get_buffer(names[0]), components, Op.FIRST)
-        self._owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+    def __init__(self, key: str, members: Sequence[tuple[Owned, Tensor]]) -> None:
+        components = tuple(Component(owned.name, tuple(buffer.shape)) for owned, buffer in members)
+        super().__init__(key, members[0][1], components, Op.FIRST)
+        self._members = [owned for owned, _ in members]
 
     def changed(self) -> bool:
         """Return whether any buffer differs from the bucket's content, bit by bit."""
@@ -271,7 +274,7 @@ class BufferBucket(FlatBucket):
     def pack(self) -> None:
         """Copy the buffers, as they are now, into the bucket."""
         for packed, buffer in self._pairs():
-            packed.copy_(buffer)
+            packed.copy_(buffer.detach())
 
     def unpack(self) -> None:
         """Copy the bucket's content into the buffers."""
@@ -295,15 +298,10 @@ class BufferBucket(FlatBucket):
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Read anew: modules assign to their buffers.
         places = torch.split(self.flat, list(self.spec.sizes))
-        for place, component, owner in zip(places, self.spec.components, self._owners, strict=True):
-            name = component.name
-            buffer = owner._buffers.get(name.rpartition(".")[2])
-            if buffer is None or tuple(buffer.shape) != component.shape:
-                now = "gone" if buffer is None else f"of shape {tuple(buffer.shape)}"
-                raise SizeMismatchError(
-                    f"buffer {name!r} had shape {component.shape} when the module was wrapped and is {now}; "
-                    f"with broadcast_buffers=False it is not exchanged"
-                )
+        for place, component, owned in zip(places, self.spec.components, self._members, strict=True):
+            buffer = owned.tensor
+            check_form(owned.name, buffer, component.shape, self.dtype, OPTION)
+            assert buffer is not None, "it was checked"
             yield place.view(component.shape), buffer
 
 
@@ -317,21 +315,23 @@ def _alike(one: Tensor, other: Tensor) -> bool:
         return False
     if _is_large(one) and one.device.type == "cpu" and one.is_contiguous() and other.is_contiguous():
         return _same_bytes(bind(one, writes=False).data, bind(other, writes=False).data)
-    bits = _BITS.get(one.element_size(), torch.uint8)
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-        bits = _BITS[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+    one, other = as_bits(one), as_bits(other)
+    return torch.equal(one, other)
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor | None:
     """Return, on the device, whether two tensors of one shape have different bits. None if they cannot be compared."""
     if one.dtype != other.dtype or one.device != other.device:
         return None
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    bits = _BITS.get(one.element_size(), torch.uint8)
-    return (one.view(bits) != other.view(bits)).any()
+    return (as_bits(one) != as_bits(other)).any()
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return integers of the same bits as the elements of a tensor, of complex ones as their parts."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS.get(tensor.element_size(), torch.uint8))
 
 
 def _same_bytes(one: Bytes, other: Bytes) -> bool:
@@ -346,27 +346,32 @@ def _same_bytes(one: Bytes, other: Bytes) -> bool:
     return True
 
 
-def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[BufferBucket]:
-    """Pack the module's buffers, but for those with ``ignored`` names.
-
-    A bucket travels if anything in it has changed. So buffers that are likely to change together share one: the small
-    buffers of one element type and device of all modules of one class. A large buffer has a bucket of its own.
-    """
-    groups: dict[tuple[torch.dtype, torch.device, str], list[str]] = {}
-    for name, buffer in module.named_buffers():
-        if buffer.numel() and name not in ignored:
-            owner = type(module.get_submodule(name.rpartition(".")[0]))
-            together = f"buffer {name}" if _is_large(buffer) else f"{owner.__module__}.{owner.__qualname__}"
-            groups.setdefault((buffer.dtype, buffer.device, together), []).append(name)
-    devices = list(dict.fromkeys(device for _, device, _ in groups))
+def buffer_buckets(exchanged: Sequence[tuple[Owned, Tensor]]) -> list[BufferBucket]:
+    """Pack the buffers that are ``exchanged``, each with its value."""
+    groups = buffers_together(exchanged)
+    devices = list(dict.fromkeys(members[0][1].device for members in groups))
     count: Counter[str] = Counter()
     buckets = []
-    for (dtype, device, _), names in groups.items():
-        number = devices.index(device)
-        key = f"buffers.{str(dtype).removeprefix('torch.')}" + (f".device{number}" if number else "")
-        buckets.append(BufferBucket(f"{key}.{count[key]}" if count[key] else key, module, names))
+    for members in groups:
+        like = members[0][1]
+        number = devices.index(like.device)
+        key = f"{BUFFERS_KEY}.{str(like.dtype).removeprefix('torch.')}" + (f".device{number}" if number else "")
+        buckets.append(BufferBucket(f"{key}.{count[key]}" if count[key] else key, members))
         count[key] += 1
     return buckets
+
+
+def buffers_together(exchanged: Sequence[tuple[Owned, Tensor]]) -> list[list[tuple[Owned, Tensor]]]:
+    """Group buffers that are likely to change together, as a bucket travels if anything in it has changed.
+
+    These are the small buffers of one element type and device of all modules of one class. A large buffer is alone.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, str], list[tuple[Owned, Tensor]]] = {}
+    for owned, buffer in exchanged:
+        kind = type(owned.owner)
+        together = f"buffer {owned.name}" if _is_large(buffer) else f"{kind.__module__}.{kind.__qualname__}"
+        groups.setdefault((buffer.dtype, buffer.device, together), []).append((owned, buffer))
+    return list(groups.values())
 
 
 def sender_spec() -> Bucket:

@@ -86,7 +86,8 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         broadcast_buffers: true to keep buffers alike. After each exchange, all have those of the lowest rank that
             took part with a batch. A buffer that has not changed does not travel. If false, buffers are never
             exchanged.
-        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay local to each worker. Buffers
+        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay local to each worker. They may
+            be None yet. Buffers
             and parameters in the module's ``_ddp_params_and_buffers_to_ignore``, which torch's wrapper reads, stay
             local too.
         exchange_in_eval: true to exchange in eval mode, too. If false, a backward in eval mode leaves its gradients
@@ -197,6 +198,8 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         Raises:
             OutOfStepError: an exchange, or a backward in the midst of one, failed before. This is raised in training
                 mode only, so that evaluation continues.
+            UsageError: a buffer has come since the module was wrapped. Another shape or type of one is a
+                SizeMismatchError or a DTypeError.
         """
         backward: Backward | None = self.__dict__.get("_backward")
         if backward is None or not torch.is_grad_enabled() or not backward.exchanges:
@@ -208,6 +211,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
             self.worker.boundary()
         backward.armed = True
         output = self.module(*args, **kwargs)
+        self._rounds.after_forward()
         backward.watch(tensors_in(output))
         return output
 

@@ -18,6 +18,7 @@ from gradserver.worker.client import Worker
 from gradserver.worker.planes.plane import Outcome, Plane
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.torch_ddp.buckets import (
+    OPTION,
     BufferBucket,
     FlatBucket,
     GradientBucket,
@@ -31,6 +32,7 @@ from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
 from gradserver.worker.torch_ddp.modes import Mode, Modes
+from gradserver.worker.torch_ddp.module_buffers import BufferWatch, check_parameters, exchanged_buffers
 from gradserver.worker.torch_ddp.pacing import Pacing
 
 _NO_SAMPLES: Final = 1e-300
@@ -101,8 +103,11 @@ class Rounds:
         self._worker = worker
         self._options = options
         groups = group_parameters(module, blocks, bucket_cap_mb, options.ignored)
+        check_parameters(module, options.ignored)
         self.gradients = [GradientBucket(group) for group in groups]
-        self.buffers = buffer_buckets(module, options.ignored) if options.broadcast_buffers else []
+        exchanged = exchanged_buffers(module, options.ignored) if options.broadcast_buffers else []
+        self.buffers = buffer_buckets(exchanged)
+        self._watch = BufferWatch(module, exchanged, options.ignored, OPTION) if options.broadcast_buffers else None
         self.slots = [slot for bucket in self.gradients for slot in bucket.slots]
         buckets: list[FlatBucket] = [*self.gradients, *self.buffers]
         specs = [bucket.spec for bucket in self.gradients]
@@ -123,7 +128,7 @@ class Rounds:
         self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
-        self._adopted = False
+        self._adopted = self._has_forwarded = False
         self._used = self._plane.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
         self._pace = self._plane.new_memory(
             0 if self.pacing is None else self.pacing.spec.numel, torch.float64, torch.device("cpu")
@@ -187,10 +192,22 @@ class Rounds:
 
     def before_forward(self) -> None:
         """Prepare for a forward, in the thread that will call ``backward()``."""
+        self.check_buffers()
         self._plane.before_forward()
         self.adopt_buffers()
         if self.pacing is not None:
             self.pacing.begin()
+
+    def check_buffers(self) -> None:
+        """Raise UsageError or SizeMismatchError, with its name, for a buffer that would not be exchanged."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def after_forward(self) -> None:
+        """Check the buffers behind the first forward, which may make some: before anything is exchanged."""
+        if not self._has_forwarded:
+            self.check_buffers()
+            self._has_forwarded = True
 
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, UsageError
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.module_buffers import names_of_buffers
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 
 
@@ -65,7 +66,7 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 def ignored_names(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
     """Return the names of the parameters and buffers that are not exchanged."""
-    known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
+    known, named = names_of_buffers(module), frozenset(buffers)
     for name in sorted(named.difference(known)):
         have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
         raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is not a buffer of this module: {have}")
