@@ -54,7 +54,7 @@ def remove(
     Rounds that waited only for what it had used end before the membership changes.
     """
     is_learner = member_id in group.learners.by_id
-    group.members.lose(member_id)
+    group.members.lose(member_id, politely)
     group.watch.forget(member_id)
     group.plans.depart(member_id)
     group.sessions.attach(member_id)
