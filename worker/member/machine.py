@@ -16,6 +16,7 @@ from gradserver.protocol.messages.core import Notice
 from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, RoundDone, Transfer
+from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.attachment import Attachment
 from gradserver.worker.member.coder import Workspace
 from gradserver.worker.member.donor import Donor
@@ -144,6 +145,20 @@ class Member:
         self.rounds.announced.welcomed(welcome.epoch)
         self.exchanges.welcomed(welcome)
         self.attachment.attended(0)
+
+    @property
+    def may_join_anew(self) -> bool:
+        """True if this worker joins a running group, and neither has its state nor was told that it contributes."""
+        return self.identity.stage is Stage.JOINING and not self.is_inside
+
+    def join_anew(self) -> None:
+        """Forget what this worker was told of the group that it was about to join. What it asked for it asks for again.
+
+        What comes of a state meanwhile has ended with the connection.
+        """
+        self.exchanges.fail_states(WorkerLostError(NOT_SENT), MAX_COUNTER)
+        self.learner.begin_anew()
+        self.rounds.announced = Announced()
 
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
