@@ -267,8 +267,8 @@ def test_a_worker_that_is_about_to_join_does_so_again(
         let_in(session, *arguments)
 
     monkeypatch.setattr(rejoining, "let_in", noted)
-    for step in range(4, 64, 3):
-        group = Group(2, [[8], [20]], [Act(section=number % 2) for number in range(14)], step, rates)
+    for step in range(4, 64, 4):
+        group = Group(2, [[8], [20]], [Act(section=number % 2) for number in range(30)], step, rates)
         losses = {
             "the coordinator": partial(group.world.lose_soon, 0),
             "its connection": partial(group.break_line, 2),

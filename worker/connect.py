@@ -26,6 +26,7 @@ from gradserver.protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    LeftOutError,
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
@@ -87,8 +88,8 @@ def connect(
 
     If a connection breaks before the group is complete, this call connects again, within ``timeout``.
 
-    A worker that has left a group, and connects to it again, waits within ``timeout`` until the others have left it, too,
-    if that group cannot take it in. Then it forms the next one.
+    A worker that has left a group, and connects to it again, waits within ``timeout`` until the others have left, if
+    that group cannot take it in. Then it forms the next one.
 
     If a worker is still a member when its process ends, it leaves the group then. The others are told of an uncaught
     error.
@@ -195,29 +196,20 @@ def _no_url(wish: Wish) -> InvalidArgumentError:
 
 
 def join(wish: Wish) -> Worker:
-    """Join the group at a coordinator."""
-    assert wish.url is not None
-    url, until = wish.url, time.monotonic() + wish.join.timeout
-    connection, session = _join(url, wish, until)
-    try:
-        channel = _agreed_channel(wish.channel, session.membership)
-        session.subgroups.grow_by(connection.branch)
-        if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-            lasting = ReconnectingChannel(connection, session, wish.reconnect)
-            session.endure(lasting)
-            session.subgroups.grow_by(lasting.branch, lasting.carried)
-        elif not session.membership.needs_all:
-            connection.attach(Farewell(session, url))
-        _attend_shards(connection, session, until)
-        if channel != "tcp":
-            _share_memory(connection, channel == "shm", session.resumption is not None)
-        if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
-            session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
-        connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
-        worker = Worker(session, connection.kind, wish.wire)
-    except BaseException:
-        session.close("it could not join")
-        raise
+    """Join the group at a coordinator. A worker that joins a running group does so again if that is interrupted."""
+    until = time.monotonic() + wish.join.timeout
+    while True:
+        connection, session = _join(wish, until)
+        try:
+            worker = _equipped(wish, connection, session, until)
+            break
+        except BaseException as error:
+            session.close("it could not join")
+            interrupted = isinstance(error, (ConnectionLostError, LeftOutError)) and session.membership.joins
+            if not interrupted or time.monotonic() + _AGAIN_SECONDS >= until:
+                raise
+            log.warning("%s; joining again", error)
+        time.sleep(_AGAIN_SECONDS)
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     told = session.membership
     if worker.rank == 0 and told.offers:
@@ -232,9 +224,32 @@ def join(wish: Wish) -> Worker:
     return worker
 
 
-def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
+def _equipped(wish: Wish, connection: TcpChannel, session: Session, until: float) -> Worker:
+    """Return the worker of ``session``, with all that it needs beside its connection."""
+    assert wish.url is not None
+    channel = _agreed_channel(wish.channel, session.membership)
+    session.subgroups.grow_by(connection.branch)
+    if session.membership.durable:  # even without patience: others may return, and ask what this one holds
+        lasting = ReconnectingChannel(connection, session, wish.reconnect)
+        session.endure(lasting)
+        session.subgroups.grow_by(lasting.branch, lasting.carried)
+    elif not session.membership.needs_all:
+        connection.attach(Farewell(session, wish.url))
+    _attend_shards(connection, session, until)
+    if channel != "tcp":
+        _share_memory(connection, channel == "shm", session.resumption is not None)
+    if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
+        session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
+    connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
+    if session.membership.joins:
+        session.check_open()
+    return Worker(session, connection.kind, wish.wire)
+
+
+def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
     """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
-    join = wish.join
+    assert wish.url is not None
+    join, url = wish.join, wish.url
     lost: tuple[float, ConnectionLostError] | None = None
     while True:
         try:
