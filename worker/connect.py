@@ -17,6 +17,7 @@ from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import (
     BackendUnavailableError,
+    ClosedError,
     ConnectionLostError,
     CoordinatorUnreachableError,
     DeadlineError,
@@ -205,8 +206,8 @@ def join(wish: Wish) -> Worker:
             break
         except BaseException as error:
             session.close("it could not join")
-            interrupted = isinstance(error, (ConnectionLostError, LeftOutError)) and session.membership.joins
-            if not interrupted or time.monotonic() + _AGAIN_SECONDS >= until:
+            ended = isinstance(error, (ConnectionLostError, LeftOutError, ClosedError))
+            if not (ended and session.membership.joins) or time.monotonic() + _AGAIN_SECONDS >= until:
                 raise
             log.warning("%s; joining again", error)
         time.sleep(_AGAIN_SECONDS)
@@ -250,7 +251,7 @@ def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
     """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
     assert wish.url is not None
     join, url = wish.join, wish.url
-    lost: tuple[float, ConnectionLostError] | None = None
+    lost: tuple[float, ConnectionLostError | LeftOutError] | None = None
     while True:
         try:
             connection = TcpChannel(url, join.timeout if lost is None else max(round(until - time.monotonic(), 1), 0.1))
@@ -275,7 +276,7 @@ def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
             broken = isinstance(error, (ConnectionLostError, CoordinatorUnreachableError)) and now < until
             if broken and not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
                 raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=False)) from error
-            if isinstance(error, ConnectionLostError):
+            if isinstance(error, (ConnectionLostError, LeftOutError)):
                 lost = now, error
                 log.warning("%s; joining again", error)
             elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:
