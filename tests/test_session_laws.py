@@ -281,7 +281,7 @@ def test_a_worker_that_is_about_to_join_does_so_again(
         check(group)
         assert [node.name for node in group.nodes if node.finished and node.rank < 0] == ["w2"]
         assert group.uids == 4, "no process was started again"
-    assert seen, "it had to join again"
+    assert seen or lost == "another one's", "it had to join again"
 
 
 @given(worlds, more_modules, st.data(), few_fuses, traps, early, happenings, happenings, many_rates, seeds)

@@ -223,7 +223,7 @@ class ReconnectingChannel:
     def broke(self, channel: TcpChannel, error: GradServerError) -> None:
         """Handle the end of ``channel``."""
         session = self._session
-        goes_on = False
+        goes_on = joins_anew = False
         with self._lock:
             is_trying = channel is self._trying
             is_mine = is_trying or (self._up.is_set() and channel is self._channel)
@@ -236,7 +236,7 @@ class ReconnectingChannel:
                 if session.may_join_anew and self._patience > 0:
                     self._clock.stop()
                     session.learner.begin_anew()  # a state that is here is of no use any more
-                    goes_on = True
+                    goes_on = joins_anew = True
                     log.warning("%s; this worker was about to join, and joins again when it is back", error.message)
                     self._news.set()
                 elif not session.member.is_inside:
@@ -248,7 +248,7 @@ class ReconnectingChannel:
                     goes_on = True
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
-        if is_trying:
+        if is_trying or joins_anew:  # `connect` may wait for an answer yet
             self.resumption.interrupt(error)
         elif goes_on:
             self.carried.interrupt(error)
