@@ -89,8 +89,8 @@ def connect(
 
     If a connection breaks before the group is complete, this call connects again, within ``timeout``.
 
-    A worker that has left a group, and connects to it again, waits within ``timeout`` until the others have left, if
-    that group cannot take it in. Then it forms the next one.
+    A worker that has left a group may connect to it again. If that group cannot take it in, it waits within ``timeout``
+    until the others have left. Then it forms the next one.
 
     If a worker is still a member when its process ends, it leaves the group then. The others are told of an uncaught
     error.

@@ -37,8 +37,7 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
         raise UsageError(f"this worker {session.stage.value}: only a worker that joins a running group can enter it")
     if session.plan is None:
         raise UsageError("before it enters a group a worker agrees on the plan: wrap the model, or call agree(plan)")
-    session.learner.asked = Enter(0, waits)
-    session.tell(session.learner.asked)
+    session.tell(session.learner.ask(waits))
     seen: Transfer | None = None
     while True:
         transfer, number = session.next_instruction(seen)

@@ -86,6 +86,11 @@ class Learner:
         """Have ``handle`` done when there is any news."""
         self._waiting = handle
 
+    def ask(self, waits: bool) -> Enter:
+        """Give the first request for the state. With ``waits`` the others are to wait for this worker."""
+        self.asked = Enter(0, waits)
+        return self.asked
+
     def begin_anew(self) -> None:
         """Forget what it was told of: it joins anew."""
         self.transfer, self.round, self.begins, self.behind, self.ready = None, None, 0, False, False

@@ -16,7 +16,6 @@ from gradserver.protocol.messages.core import Notice
 from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, RoundDone, Transfer
-from gradserver.worker.member.announced import Announced
 from gradserver.worker.member.attachment import Attachment
 from gradserver.worker.member.coder import Workspace
 from gradserver.worker.member.donor import Donor
@@ -158,7 +157,7 @@ class Member:
         """
         self.exchanges.fail_states(WorkerLostError(NOT_SENT), MAX_COUNTER)
         self.learner.begin_anew()
-        self.rounds.announced = Announced()
+        self.rounds.join_anew()
 
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
