@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 
 import gradserver
 from gradserver import connect
+from gradserver.engine.policy import Policy
+from gradserver.protocol import limits
 from gradserver.protocol.errors import (
     CoordinatorUnreachableError,
     InvalidArgumentError,
@@ -25,7 +28,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
-from tests.cluster import Task, coordinator, joined, together, wait_until
+from tests.cluster import TIMEOUT, Task, coordinator, joined, together, wait_until
 
 VARIABLES = ("GRADSERVER_URL", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 OTHERS = ("SLURM_STEP_NUM_TASKS", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -263,6 +266,66 @@ def test_group_forms_anew_as_soon_as_the_last_has_left(server: TcpServer) -> Non
             epochs.append(workers[0].epoch)
 
     assert epochs == sorted(set(epochs))
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "then"),
+    [
+        (Policy(), 2, (0, 1)),
+        (Policy(), 3, (2, 0, 1)),
+        (Policy(), 2, (0,)),
+        (Policy(2, 2), 2, (1, 0)),
+        (Policy(1, 3, gather=0.5), 2, (0, 1)),
+        (Policy(2, 2, rejoin=30.0), 2, (0, 1)),
+    ],
+    ids=["two", "three", "fewer", "told", "elastic", "rejoin"],
+)
+def test_workers_that_connect_again_wait_until_the_others_have_left(
+    policy: Policy, first: int, then: tuple[int, ...]
+) -> None:
+    sizes = None if policy.minimum else len(then)
+    with coordinator({limits.OTHERS: policy}) as server, ExitStack() as stack:
+        with joined(server.url, first) as workers:
+            epoch, (*early, last) = workers[0].epoch, workers
+            together(workers, lambda worker: worker.barrier())
+            tasks = []
+            for place in then:
+                if place < first - 1:
+                    workers[place].close()
+                    tasks += [Task(connect, server.url, None, sizes, name=f"w{place}", timeout=TIMEOUT)]
+            assert not any(task.ended(0.3) for task in tasks), "the last one is still there"
+            for worker in (*early, last):
+                worker.close()
+            if first - 1 in then:
+                tasks += [Task(connect, server.url, None, sizes, name=last.name, timeout=TIMEOUT)]
+            again = [stack.enter_context(task.result()) for task in tasks]
+        assert {worker.world_size for worker in again} == {len(then)}
+        assert all(worker.epoch > epoch and not worker.joins for worker in again)
+        sums = together(again, lambda worker: float(worker.all_reduce(np.ones(1, np.float32), "sum")[0]))
+        assert sums == [len(then)] * len(then)
+
+
+def test_rounds_of_connect_and_close_never_meet_the_group_before(server: TcpServer) -> None:
+    def work(rank: int) -> None:
+        for _ in range(40):
+            with connect(server.url, rank, 2, name=f"w{rank}", timeout=TIMEOUT) as worker:
+                worker.all_reduce(np.ones(1000, np.float32))
+
+    together(range(2), work)
+
+
+def test_a_worker_that_connects_again_is_told_which_others_have_not_left(server: TcpServer) -> None:
+    with joined(server.url, 2) as (first, _):
+        first.close()
+        with pytest.raises(JoinTimeoutError, match=r"it has left group .* these have left, too: 'w1' \(rank 1\)"):
+            connect(server.url, 0, 2, name="w0", timeout=0.5)
+
+
+def test_a_worker_that_connects_again_is_told_of_the_error_that_ended_the_group(server: TcpServer) -> None:
+    with joined(server.url, 2) as (first, _):
+        first.abort("its disk is full")
+        with pytest.raises(JoinRefusedError, match="it broke .*its disk is full"):
+            connect(server.url, 0, 2, name="w0", timeout=TIMEOUT)
 
 
 def test_applicant_that_gives_up_leaves_its_place_to_another(server: TcpServer) -> None:

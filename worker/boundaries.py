@@ -309,8 +309,8 @@ class Boundaries:
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
 
-    def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
-        """Wait for the next transfer after number ``seen``, or for the round from which on this learner contributes."""
+    def next_instruction(self, seen: Transfer | None) -> tuple[Transfer, int | None]:
+        """Wait for the transfer after the one ``seen``, or for the round from which on this learner contributes."""
         traffic, member = self._traffic, self._member
         while True:
             with traffic.mutex:

@@ -17,6 +17,7 @@ from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import (
     BackendUnavailableError,
+    ClosedError,
     ConnectionLostError,
     CoordinatorUnreachableError,
     DeadlineError,
@@ -26,6 +27,7 @@ from gradserver.protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    LeftOutError,
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
@@ -88,6 +90,9 @@ def connect(
     single if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one.
 
     If a connection breaks before the group is complete, this call connects again, within ``timeout``.
+
+    A worker that has left a group may connect to it again. If that group cannot take it in, it waits within ``timeout``
+    until the others have left. Then it forms the next one.
 
     If a worker is still a member when its process ends, it leaves the group then. The others are told of an uncaught
     error.
@@ -242,29 +247,20 @@ def _no_url(wish: Wish, said: Said) -> InvalidArgumentError:
 
 
 def join(wish: Wish) -> Worker:
-    """Join the group at a coordinator."""
-    assert wish.url is not None
-    url, until = wish.url, time.monotonic() + wish.join.timeout
-    connection, session = _join(url, wish, until)
-    try:
-        channel = _agreed_channel(wish.channel, session.membership)
-        session.subgroups.grow_by(connection.branch)
-        if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-            lasting = ReconnectingChannel(connection, session, wish.reconnect)
-            session.endure(lasting)
-            session.subgroups.grow_by(lasting.branch, lasting.carried)
-        elif not session.membership.needs_all:
-            connection.attach(Farewell(session, url))
-        _attend_shards(connection, session, until)
-        if channel != "tcp":
-            _share_memory(connection, channel == "shm", session.resumption is not None)
-        if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
-            session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
-        connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
-        worker = Worker(session, connection.kind, wish.wire)
-    except BaseException:
-        session.close("it could not join")
-        raise
+    """Join the group at a coordinator. A worker that joins a running group does so again if that is interrupted."""
+    until = time.monotonic() + wish.join.timeout
+    while True:
+        connection, session = _join(wish, until)
+        try:
+            worker = _equipped(wish, connection, session, until)
+            break
+        except BaseException as error:
+            session.close("it could not join")
+            ended = isinstance(error, (ConnectionLostError, LeftOutError, ClosedError))
+            if not (ended and session.membership.joins) or time.monotonic() + _AGAIN_SECONDS >= until:
+                raise
+            log.warning("%s; joining again", error)
+        time.sleep(_AGAIN_SECONDS)
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     told = session.membership
     if worker.rank == 0 and told.offers:
@@ -279,10 +275,33 @@ def join(wish: Wish) -> Worker:
     return worker
 
 
-def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
+def _equipped(wish: Wish, connection: TcpChannel, session: Session, until: float) -> Worker:
+    """Return the worker of ``session``, with all that it needs beside its connection."""
+    assert wish.url is not None
+    channel = _agreed_channel(wish.channel, session.membership)
+    session.subgroups.grow_by(connection.branch)
+    if session.membership.durable:  # even without patience: others may return, and ask what this one holds
+        lasting = ReconnectingChannel(connection, session, wish.reconnect)
+        session.endure(lasting)
+        session.subgroups.grow_by(lasting.branch, lasting.carried)
+    elif not session.membership.needs_all:
+        connection.attach(Farewell(session, wish.url))
+    _attend_shards(connection, session, until)
+    if channel != "tcp":
+        _share_memory(connection, channel == "shm", session.resumption is not None)
+    if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
+        session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
+    connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
+    if session.membership.joins:
+        session.check_open()
+    return Worker(session, connection.kind, wish.wire)
+
+
+def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
     """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
-    join = wish.join
-    lost: tuple[float, ConnectionLostError] | None = None
+    assert wish.url is not None
+    join, url = wish.join, wish.url
+    lost: tuple[float, ConnectionLostError | LeftOutError] | None = None
     while True:
         try:
             connection = TcpChannel(url, join.timeout if lost is None else max(round(until - time.monotonic(), 1), 0.1))
@@ -307,7 +326,7 @@ def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
             broken = isinstance(error, (ConnectionLostError, CoordinatorUnreachableError)) and now < until
             if broken and not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
                 raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=False)) from error
-            if isinstance(error, ConnectionLostError):
+            if isinstance(error, (ConnectionLostError, LeftOutError)):
                 lost = now, error
                 log.warning("%s; joining again", error)
             elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:

@@ -18,7 +18,14 @@ from typing import Any, NoReturn, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
+from gradserver.protocol.errors import (
+    ClosedError,
+    CoordinatorStoppedError,
+    DeadlineError,
+    GradServerError,
+    LeftOutError,
+    UsageError,
+)
 from gradserver.protocol.exchange import Operation
 from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Split, Welcome
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
@@ -62,6 +69,9 @@ class Lasting(Channel, Protocol):
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
 
+    def make_anew(self, error: GradServerError) -> None:
+        """Make all connections anew, for ``error``."""
+
     def prepare_to_leave(self, patience: float) -> None:
         """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first."""
 
@@ -93,6 +103,8 @@ class Session:
         self._early = deque[tuple[Resumed | Fetch | Standing, int]](maxlen=_MAX_EARLY)
         """Messages of recoveries that came before `endure`, each with its data shard."""
         self._lasting: Lasting | None = None
+        self.application: Join | None = None
+        """The request by which this worker was let in; None in a sub-group."""
         self.disowned: UsageError | None = None
         self.subgroups: Subgroups[Session] = Subgroups(self)
         self.traffic.stalls = Stalls(self._tell_of_waits, self._all_traffic)
@@ -155,12 +167,19 @@ class Session:
 
     def join(self, join: Join | Split) -> Handle:
         """Ask to be let in, or for a sub-group. The handle is done when the group is complete."""
+        if isinstance(join, Join):
+            self.application = join
         wait_for = Asking(self.traffic, Cause.SUBGROUP, _not_complete, "the others to make the same sub-group")
         joining = Handle(join.timeout, self.traffic.channel, None, wait_for)
         with self.traffic.mutex:
             self.member.attachment.join(joining)
         self.traffic.channel.send(join)
         return joining
+
+    @property
+    def may_join_anew(self) -> bool:
+        """True if this worker is about to join a group that outlives connections, and can ask for that once more."""
+        return self._lasting is not None and self.application is not None and self.member.may_join_anew
 
     def collective(
         self,
@@ -311,6 +330,8 @@ class Session:
                 error = message.exception()
                 if self._lasting is not None and isinstance(error, CoordinatorStoppedError):
                     self._lasting.stopped(error)  # another one may take its place
+                elif self._lasting is not None and isinstance(error, LeftOutError) and self.may_join_anew:
+                    self._lasting.make_anew(error)
                 else:
                     self.lost(error)
             case Recheck(check) if (stalls := self.traffic.stalls) is not None:

@@ -145,6 +145,20 @@ class Member:
         self.exchanges.welcomed(welcome)
         self.attachment.attended(0)
 
+    @property
+    def may_join_anew(self) -> bool:
+        """True if this worker joins a running group, and neither has its state nor was told that it contributes."""
+        return self.identity.stage is Stage.JOINING and not self.is_inside
+
+    def join_anew(self) -> None:
+        """Forget what this worker was told of the group that it was about to join. What it asked for it asks for again.
+
+        What comes of a state meanwhile has ended with the connection.
+        """
+        self.exchanges.fail_states(WorkerLostError(NOT_SENT), MAX_COUNTER)
+        self.learner.begin_anew()
+        self.rounds.join_anew()
+
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
         self.identity.check(news)

@@ -152,6 +152,10 @@ class Rounds:
         if self._void:
             self._void = {key: error for key, error in self._void.items() if key.number >= self.number}
 
+    def join_anew(self) -> None:
+        """Forget memberships and ends of rounds that the coordinator told of: it may be another one."""
+        self.announced = Announced()
+
     def go_on_from(self, number: int) -> None:
         """Go to round ``number``."""
         self.number = number

@@ -169,6 +169,7 @@ class Control:
                 if at <= now and not group.is_ended:
                     timer.fire(self._registry, group, effects)
                     self._follow(group, effects)
+        self._form_next(effects)
 
     # ── what follows ──────────────────────────────────────────────────────────────────────────────────
 
@@ -234,6 +235,7 @@ class Control:
         name = self._registry.places.pop(connection, None)
         if name is not None:
             self._happens(self.groups[name], how, effects, connection)
+            self._form_next(effects)
             return
         shard = self.roster.shards.pop(connection, None)
         if shard is None:
@@ -244,6 +246,21 @@ class Control:
             if connection in group.shards.connections:
                 self._happens(group, ShardLost(error), effects, connection)
         self._shard_enlisted(effects)  # there may be another one to take its place
+
+    def _form_next(self, effects: Effects) -> None:
+        """Have workers that had left a group before it ended form the next one."""
+        registry = self._registry
+        while registry.returning:
+            applicant = registry.returning.pop(0)
+            try:
+                group = forming.group_for(registry, applicant.join, effects)
+            except GradServerError as error:
+                effects.refuse(applicant.connection, error)
+                continue
+            registry.add(group)
+            forming.arrive(group, applicant, effects)
+            registry.places[applicant.connection] = group.name
+            self._follow(group, effects)
 
     def _shard_enlisted(self, effects: Effects) -> None:
         for group in list(self.groups.values()):

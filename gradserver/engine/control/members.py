@@ -57,7 +57,7 @@ def remove(
     is_learner = member_id in group.learners.by_id
     registry.totals.lost += not politely and group.origin is None
     group.slow.note_gone(Gone(group.members.identities.names[member_id], reason, now, is_learner))
-    group.members.lose(member_id)
+    group.members.lose(member_id, politely)
     group.watch.forget(member_id)
     group.blocked.forget(member_id)
     group.plans.depart(member_id)

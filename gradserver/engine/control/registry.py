@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
-from gradserver.engine.control.group import Group
+from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.links import credit_for, grain_for
 from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.roster import Roster
@@ -62,6 +62,7 @@ class Registry:
         forming: sub-groups that are not complete yet, by name.
         places: the group that each connection has joined, as applicant, learner or member.
         ended: what members of groups that have ended, the latest, are told when they come back, by the group's name.
+        returning: workers that had left a group which has ended, and are to form the next one.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
         totals: counts of what has happened.
@@ -100,6 +101,7 @@ class Registry:
         self.round_timeout = round_timeout
         self.ended: dict[str, GradServerError] = {}
         self.totals = Totals()
+        self.returning: list[Applicant] = []
         self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
@@ -198,7 +200,15 @@ class Registry:
         group.shards.suit(grain_for(offers, self.roster.rates_of(group)), credit_for(offers, self.credit))
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:
-        """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""
+        """End a group: workers that are there are told ``error``, and the journal and data halves of the end.
+
+        Of applicants those that had left it are to form the next one.
+        """
+        in_peace = group.broken is None or not journal.is_halt(group.broken)
+        for applicant in [one for one in group.learners.queue if in_peace and group.members.has_left(one.join.name)]:
+            group.learners.leave_queue(applicant.connection)
+            del self.places[applicant.connection]
+            self.returning.append(applicant)
         for connection in group.connections:
             del self.places[connection]
             effects.refuse(connection, error)

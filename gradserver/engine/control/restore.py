@@ -208,7 +208,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     assert founded is not None
     assert durable is not None
     handling = found.latest(Handling)
-    names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
+    names = {**found.names, **{member_id: name for epoch in epochs for member_id, name in epoch.members}}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
     group = Group(

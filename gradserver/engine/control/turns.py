@@ -5,7 +5,7 @@
     Opens, the first of a round                    members that follow are told which section it is: Opened
     Opens of the same section                      nothing
     Opens of another section                       the group halts: OutOfStepError at all, which names both
-    … with a later attempt                         the round is of that section: it was void
+    … with a later attempt                         the round is of that section: a commit was or becomes void
     … with an earlier attempt                      nothing: its member has yet to hear that
     Steps, the first with that index               members that follow are told which models are updated, or that the
                                                    others are at the top of their loop: Opened

@@ -51,6 +51,8 @@ _FOLLOWS: Final = re.compile(
 )
 """Errors that another worker's end causes: gradserver's own, and those of sockets, as torch's back ends show them."""
 
+_WAS_JOINING: Final = re.compile(rb"^gradserver\.(?:[\w.]+\.)?LeftOutError: .*\babout to join\b", re.MULTILINE)
+
 
 class Tail:
     """Last part of what a worker has printed on one output."""
@@ -150,6 +152,7 @@ class Failure:
         at: time of the first sign of it.
         report: the lines that explain it.
         follows: whether the lines say that another process had failed before.
+        was_joining: whether the lines say that a worker was about to join a group, and it is the group that failed.
         lived: seconds that it has lived.
     """
 
@@ -159,6 +162,7 @@ class Failure:
     at: float
     report: bytes = b""
     follows: bool = False
+    was_joining: bool = False
     lived: float = 0.0
     hints: list[str] = field(default_factory=list)
 
@@ -196,7 +200,9 @@ def diagnose(failure: Failure, errors: Tail, output: Tail) -> None:
     failure.report = traceback or errors.last_lines(_LAST_WORDS) or output.last_lines(_LAST_WORDS)
     if traceback and errors.traceback_at is not None:
         failure.at = min(failure.at, errors.traceback_at)
-    failure.follows = bool(traceback) and _FOLLOWS.search(traceback.rpartition(b"\n  ")[2]) is not None
+    last = traceback.rpartition(b"\n  ")[2]
+    failure.follows = _FOLLOWS.search(last) is not None
+    failure.was_joining = _WAS_JOINING.search(last) is not None
     if failure.status == -signal.SIGKILL:
         failure.hints.append(
             "no process here sent SIGKILL. The system does when memory runs out: `dmesg` and the log of the batch "
