@@ -23,6 +23,7 @@ from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.pace import LocalPace, most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
+from gradserver.worker.torch_ddp.composition import Composition
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import check_is_optimizer, check_mode, checked_worker
 from gradserver.worker.tree import Tree
@@ -96,7 +97,7 @@ class LocalSGD(WrappedModule):
         UsageError: rounds of the group do not wait for all workers (``serve --mode``).
     """
 
-    of_the_connection = ("worker", "_schedule", "_fragments", "_outer", "_averaging", "_unhook")
+    of_the_connection = ("worker", "_schedule", "_fragments", "_outer", "_averaging", "_composition", "_unhook")
 
     def __init__(
         self,
@@ -130,6 +131,8 @@ class LocalSGD(WrappedModule):
             self.worker, self._fragments, self._schedule, self._outer, share, longest, timeout, named, pace
         )
         self._averaging.steps_with(optimizer)
+        parts = [(part.name, part.local) for one in self._fragments for part in one.parts]
+        self._composition = Composition(module, parts, kinds=False)
         self._weight = 1.0
         self._unhook = _hooked(self, optimizer)
         if not self.worker.joins:  # a learner gets them with all the other state
@@ -139,8 +142,22 @@ class LocalSGD(WrappedModule):
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and return its result."""
-        return self.module(*args, **kwargs)
+        """Call the module, and return its result.
+
+        Raises:
+            UsageError: the module has not the parameters that it was wrapped with.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
+            self._check()
+        output = self.module(*args, **kwargs)
+        if trains:  # a forward may make parameters
+            self._check()
+        return output
+
+    def _check(self) -> None:
+        if (composition := self.__dict__.get("_composition")) is not None:
+            composition.check(self.module)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of each step from now on, for example the number of samples of a batch.
@@ -185,7 +202,9 @@ class LocalSGD(WrappedModule):
         Raises:
             OutOfStepError: an exchange failed before.
             GradServerError: an exchange failed, for example with NonFiniteError.
+            UsageError: the module has not the parameters that it was wrapped with.
         """
+        self._check()
         self._averaging.step(self._weight)
 
     def sync(self) -> None:

@@ -195,17 +195,21 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         Raises:
             OutOfStepError: an exchange, or a backward in the midst of one, failed before. This is raised in training
                 mode only, so that evaluation continues.
+            UsageError: the module has not the parameters that it was wrapped with. In eval mode ``backward()`` raises
+                it.
         """
         backward: Backward | None = self.__dict__.get("_backward")
         if backward is None or not torch.is_grad_enabled() or not backward.exchanges:
             return self.module(*args, **kwargs)
         if self.training:
-            backward.check()
+            backward.check(self.module)
         self._rounds.before_forward()
         if self.training:
             self.worker.boundary()
         backward.armed = True
         output = self.module(*args, **kwargs)
+        if self.training:  # a forward may make parameters
+            backward.composition.check_members(self.module)
         backward.watch(tensors_in(output))
         return output
 
