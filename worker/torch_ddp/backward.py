@@ -40,6 +40,7 @@ from gradserver.worker.torch_ddp.composition import Composition
 from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
 from gradserver.worker.torch_ddp.hooks import Ending, hook_parameters
+from gradserver.worker.torch_ddp.joining import GivenGradients
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence as Modules
@@ -72,6 +73,7 @@ class Backward:
         has_result: whether the parameters' gradients are the result of an exchange.
         owner: the wrapper, from its construction on.
         block: what steps the module's updates at the end of a block of `join`; None outside of one.
+        given: the averaged gradients, in a block of `join` with a loop that must leave them alone.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
@@ -102,6 +104,7 @@ class Backward:
         self.has_result = False
         self.version = 0
         self.block: Sequence[Stepper] | None = None
+        self.given: GivenGradients | None = None
         self.owner: weakref.ref[nn.Module] | None = None
         self._graph = Graph(options, rounds.slots)
         self.aside = Aside(rounds, options.gradient_as_bucket_view)
@@ -268,6 +271,8 @@ class Backward:
     def _end_round(self) -> bool:
         took_part = self.anybody = self._due = self.rounds.finish()
         self.fresh = self.has_result = True
+        if self.given is not None:
+            self.given.note(self.rounds.gradients)
         return took_part
 
     def _end_backwards(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError
@@ -18,13 +19,14 @@ from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.norms import check_limit
-from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
+from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
 from gradserver.worker.torch_ddp.clipping import WithNorms
 from gradserver.worker.torch_ddp.grouping import described
+from gradserver.worker.torch_ddp.joining import GivenGradients, check_alike
 from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
-from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once
+from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once, steppers
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
 
@@ -174,6 +176,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         )
         self.module = module
         self.worker = worker
+        self._ignored = options.ignored
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
         self._backward.owner = weakref.ref(self)
@@ -258,25 +261,38 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         Args:
             step: what the loop does to the weights after each backward (outside of `no_sync`). It is an optimizer, a
                 function that steps optimizers and schedulers, or several of these. The default is the optimizers that
-                have stepped this module's parameters in the loop, or in that of an earlier block. The workers' weights
-                are then compared at the end, as the loop may have done more.
+                have stepped this module's parameters in the loop, or in that of an earlier block. A loop that clips,
+                unscales, or changes weights or an average of them, needs a function that does all of this. At the end
+                of the block, weights and optimizers are compared.
 
         Raises:
-            UsageError: there is no ``step``, and no optimizer has stepped in the loop.
-            DivergedError: there is no ``step``, and the loop changes weights by more than its optimizers.
+            UsageError: there is no ``step``, and no optimizer has stepped in the loop. Or the loop changes the averaged
+                gradients, and ``step`` does not.
+            DivergedError: the loop changes weights, or an optimizer, by more than ``step``.
         """
-        backward, learned = self._backward, self._backward.optimizers
-        backward.begin_block(learned if step is None else list(step) if isinstance(step, Sequence) else [step])
+        stepped: list[Stepper] = self._backward.optimizers
+        block = stepped if step is None else steppers(step)
+        if step is not None:
+            stepped = []
+        with self._following(block, stepped):
+            yield
+        check_alike(self.worker, self.module, self._ignored, stepped)
+
+    @contextmanager
+    def _following(self, block: Sequence[Stepper], stepped: list[Stepper]) -> Iterator[None]:
+        """Take part in the others' rounds behind the body. Add the optimizers that step to ``stepped``."""
+        backward = self._backward
+        backward.begin_block(block)
+        leaves_alone = self.worker.mode == "sync" and (not block or isinstance(block[0], Optimizer))
+        backward.given = GivenGradients() if leaves_alone else None
         try:
-            with noting_steps(self.module, learned) if step is None else nullcontext():
+            with noting_steps(self.module, stepped, None if backward.given is None else backward.given.check):
                 yield
-            while not backward.ended and backward.shadow():
-                for one in backward.steps():
-                    step_once(one)
+                while not backward.ended and backward.shadow():
+                    for one in backward.steps():
+                        step_once(one)
         finally:
-            backward.block = None
-        if step is None:
-            check_joined_weights(self.worker, self.module)
+            backward.block = backward.given = None
 
     def abandon_round(self) -> None:
         """Complete the open round without a backward, or without the rest of one that failed.
