@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from gradserver.worker.torch_ddp.joining import GivenGradients, check_alike
 from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once, steppers
+from gradserver.worker.torch_ddp.torch_names import LikeTorch, TorchOptions, check_join, check_keywords
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
 
 
-class DistributedDataParallel(WithNorms, WrappedModule):
+class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
     """Wrapper of a module: ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
     For example:
@@ -102,6 +103,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         device_ids: known from torch's wrapper, and not needed. It may name only the module's own device.
         output_device: known from torch's wrapper, and not needed, too.
         process_group: known from torch's wrapper, and refused: the group is the worker's.
+        **of_torch: further options of torch's wrapper. Values that would do something there are refused.
         wire: formats of single buckets, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The others travel
             in the format given to `gradserver.connect`. Keys are those of ``plan``.
         cadence: True, or `gradserver.CadenceOptions`, for unequal workers: the faster, the more batches between two
@@ -135,12 +137,12 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         worker: Worker | None = None,
         *,
         blocks: Iterable[nn.Module] | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = 25.0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         delay_all_reduce: bool = False,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         buffers_to_ignore: Iterable[str] = (),
         exchange_in_eval: bool = True,
         accumulation: Literal["sum", "mean"] = "sum",
@@ -154,8 +156,12 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         process_group: object | None = None,
+        **of_torch: Unpack[TorchOptions],
     ) -> None:
         super().__init__()
+        check_keywords(of_torch)
+        bucket_cap_mb = 25.0 if bucket_cap_mb is None else bucket_cap_mb  # None is torch's default
+        broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         worker = checked_worker(module, worker, device_ids, output_device, process_group)
         if accumulation not in ("sum", "mean"):
             raise InvalidArgumentError(f"accumulation is 'sum' or 'mean', not {accumulation!r}")
@@ -176,7 +182,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         )
         self.module = module
         self.worker = worker
-        self._ignored = options.ignored
+        self._ignored, self._bucket_cap_mb = options.ignored, bucket_cap_mb
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
         self._backward.owner = weakref.ref(self)
@@ -223,18 +229,6 @@ class DistributedDataParallel(WithNorms, WrappedModule):
             backward.training = mode
         return self
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of the backwards inside in ``.grad``. They become part of the next exchange outside.
-
-        Only the place of ``backward()`` counts. The forward may be inside or outside.
-        """
-        before, self._backward.syncs = self._backward.syncs, False
-        try:
-            yield
-        finally:
-            self._backward.syncs = before
-
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradients, from the next backward on. With ``balance`` it is known.
 
@@ -248,7 +242,14 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         self._rounds.weight = check_weight(weight)
 
     @contextmanager
-    def join(self, step: Stepper | Sequence[Stepper] | None = None) -> Iterator[None]:
+    def join(
+        self,
+        step: Stepper | Sequence[Stepper] | None = None,
+        *,
+        enable: bool = True,
+        divide_by_initial_world_size: bool = False,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
         """Train with a different number of batches on each worker.
 
         Wrap the loop over the batches in this block, on every worker.
@@ -264,12 +265,19 @@ class DistributedDataParallel(WithNorms, WrappedModule):
                 have stepped this module's parameters in the loop, or in that of an earlier block. A loop that clips,
                 unscales, or changes weights or an average of them, needs a function that does all of this. At the end
                 of the block, weights and optimizers are compared.
+            enable: False to do nothing, as with torch's wrapper: all workers have equally many batches.
+            divide_by_initial_world_size: known from torch's wrapper, and refused: a mean is over workers with a batch.
+            throw_on_early_termination: known from torch's wrapper, and refused.
 
         Raises:
             UsageError: there is no ``step``, and no optimizer has stepped in the loop. Or the loop changes the averaged
                 gradients, and ``step`` does not.
             DivergedError: the loop changes weights, or an optimizer, by more than ``step``.
         """
+        check_join(divide_by_initial_world_size, throw_on_early_termination)
+        if not enable:
+            yield
+            return
         stepped: list[Stepper] = self._backward.optimizers
         block = stepped if step is None else steppers(step)
         if step is not None:
