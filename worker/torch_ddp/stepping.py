@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -72,7 +72,7 @@ def step_once(stepper: Stepper) -> None:
 
 def steppers(step: object) -> list[Stepper]:
     """Return what an argument of `DistributedDataParallel.join` names; TypeError if that cannot step."""
-    found = list(step) if isinstance(step, Sequence) else [step]
+    found: list[Any] = list(step) if isinstance(step, Sequence) else [step]
     for one in found:
         if not isinstance(one, Optimizer) and not callable(one):
             raise TypeError(
