@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
 from torch import nn
@@ -67,21 +67,21 @@ class Composition:
 
     def _note(self, module: nn.Module) -> None:
         """Take the present structure of ``module`` for that to compare with."""
-        self._root, self._parts = module, list(module.modules())
-        tables = chain(map(_parameters, self._parts), map(_children, self._parts))
-        self._values: Any = dict.values if all(type(one) is dict for one in tables) else methodcaller("values")
-        self._seen = self._look()
-        self._kept = [*self._members()]  # no id is given to another object while these live
+        parts = list(module.modules())
+        self._root, self._tables = module, [*map(_parameters, parts), *map(_children, parts)]
+        self._values: Any = dict.values if all(type(one) is dict for one in self._tables) else methodcaller("values")
+        self._kept = [*self._members()]
         known = {id(parameter) for _, parameter in self._exchanged} | self._local.keys()
         named = [(n, p) for n, p in module.named_parameters() if id(p) not in known and n not in self._ignored]
         self._frozen = [(name, parameter) for name, parameter in named if parameter.numel()]
         self._others = [parameter for _, parameter in self._frozen]
 
     def _members(self) -> chain[object]:
-        return chain.from_iterable(map(self._values, chain(map(_parameters, self._parts), map(_children, self._parts))))
+        """Return parameters and children of all parts of the module, as they are registered now."""
+        return chain.from_iterable(map(self._values, self._tables))
 
-    def _look(self) -> list[int]:
-        return [*map(id, self._members())]
+    def _is_same(self) -> bool:
+        return sum(map(len, self._tables)) == len(self._kept) and all(map(is_, self._members(), self._kept))
 
     def check(self, module: nn.Module | None = None) -> None:
         """Compare the module, or the one that is in its place now.
@@ -99,7 +99,7 @@ class Composition:
     def check_members(self, module: nn.Module | None = None) -> None:
         """Compare which parameters there are, and whether they are frozen. Raises UsageError as `check` does."""
         root = self._root if module is None else module
-        if root is not self._root or self._seen != self._look():
+        if root is not self._root or not self._is_same():
             self._compare(root)
             self._note(root)
         if any(map(_requires_grad, self._others)):
