@@ -29,6 +29,8 @@ from torch import nn
 from gradserver.protocol.errors import DTypeError, GradServerError, UsageError
 
 _MOST_NAMED: Final = 8
+_SAMPLED: Final = 8
+"""One of so many parameters is asked for its type and device, as a conversion is of modules. Backward asks each."""
 _UNEXCHANGED: Final = (
     "each worker would train it alone. Change the module first, then wrap it, and make the optimizer of its parameters"
 )
@@ -58,7 +60,9 @@ class Composition:
     ) -> None:
         self._exchanged = list(exchanged)
         self._parameters = [parameter for _, parameter in exchanged] if kinds else []
-        self._dtypes, self._devices = [*map(_dtype, self._parameters)], [*map(_device, self._parameters)]
+        self._sampled = self._exchanged[::_SAMPLED] if kinds else []
+        self._some = [parameter for _, parameter in self._sampled]
+        self._dtypes, self._devices = [*map(_dtype, self._some)], [*map(_device, self._some)]
         self._tensors = [*map(_tensor, self._parameters)]
         named = dict(module.named_parameters())
         self._ignored = frozenset(ignored)
@@ -91,7 +95,7 @@ class Composition:
             DTypeError: these have another element type or device.
         """
         self.check_members(module)
-        if self._dtypes != [*map(_dtype, self._parameters)] or self._devices != [*map(_device, self._parameters)]:
+        if self._dtypes != [*map(_dtype, self._some)] or self._devices != [*map(_device, self._some)]:
             raise self._converted()
         if self._tensors != [*map(_tensor, self._parameters)]:
             raise self._swapped()
@@ -126,7 +130,7 @@ class Composition:
             raise _refused(gone, "left the module after it was wrapped", _STALE)
 
     def _converted(self) -> GradServerError:
-        before = zip(self._exchanged, self._dtypes, self._devices, strict=True)
+        before = zip(self._sampled, self._dtypes, self._devices, strict=True)
         name, now, dtype, device = next(
             (name, p, dtype, device) for (name, p), dtype, device in before if (p.dtype, p.device) != (dtype, device)
         )
