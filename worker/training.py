@@ -21,6 +21,7 @@ from gradserver.worker.data_parallel.devices import Device as Device, are_alike,
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.offer import LOCAL_VARIABLES, local_place
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.torch_names import KEYWORDS
 from gradserver.worker.torch_ddp.wrapping import check_is_optimizer
 
 Module: TypeAlias = nn.Module
@@ -187,10 +188,11 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
 
 def _check_names(options: Iterable[str]) -> None:
     """Raise TypeError if one of these is no option of the wrapper, before any group is joined."""
-    known = [*inspect.signature(DistributedDataParallel).parameters][2:]  # behind module and worker
+    own = [*inspect.signature(DistributedDataParallel).parameters][2:-1]  # between module and worker, and torch's
+    known = [*own, *KEYWORDS]
     for name in options:
         if name not in known:
-            nearest = did_you_mean(name, [*known, "devices", "quiet", "group", "plane"], 0.0)
+            nearest = did_you_mean(name, [*own, "devices", "quiet", "group", "plane"], 0.0)
             raise TypeError(
                 f"gradserver.setup has no option {name!r}{nearest} Beside its own options it has those of "
                 f"gradserver.DistributedDataParallel"

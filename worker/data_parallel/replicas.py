@@ -84,6 +84,10 @@ class Replicas:
         self._modes: tuple[bool, bool] | None = None
         self._build()
 
+    def are_of(self, module: nn.Module) -> bool:
+        """Return whether these are replicas of ``module``."""
+        return self._module is module
+
     # ── one forward ───────────────────────────────────────────────────────────────────────────────────
 
     def call(self, parts: Sequence[Part]) -> list[Any]:

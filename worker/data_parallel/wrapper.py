@@ -149,7 +149,10 @@ class DataParallel(nn.Module):
         return Joiner(self._dim, plain(self.output_device), self._scalars, samples).join(outputs)
 
     def _made(self) -> Replicas:
-        """Return the replicas, which a copy of this object makes when it needs them."""
+        """Return the replicas, which a copy of this object makes when it needs them, as it does for another module."""
+        if self._replicas is not None and not self._replicas.are_of(self.module):  # another one is in its place
+            self._replicas.close()
+            self._replicas = None
         if self._replicas is None:
             self._shares = None if self._tracker is None else Shares(self.devices, self._tracker)
             self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout, self._given, self._shares)

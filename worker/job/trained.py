@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -97,6 +98,12 @@ class Trained:
     def fresh(self) -> bool:
         """True if it has the mean gradients of an exchange, and was not updated by them."""
         return self.synchronous._backward.fresh
+
+    def join(self, step: Callable[..., object]) -> AbstractContextManager[None]:
+        """Join as `DistributedDataParallel.join`. A job compares weights when it saves."""
+        if isinstance(self.model, LocalSGD):
+            return self.model.join()
+        return self.model._following([step], [])
 
     def begin_block(self) -> None:
         """Begin a block of `DistributedDataParallel.join`."""

@@ -25,6 +25,7 @@ from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.pace import LocalPace, most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
+from gradserver.worker.torch_ddp.composition import Composition
 from gradserver.worker.torch_ddp.module_buffers import (
     BufferWatch,
     check_parameters,
@@ -106,7 +107,16 @@ class LocalSGD(WrappedModule):
         UsageError: rounds of the group do not wait for all workers (``serve --mode``).
     """
 
-    of_the_connection = ("worker", "_watch", "_schedule", "_fragments", "_outer", "_averaging", "_unhook")
+    of_the_connection = (
+        "worker",
+        "_watch",
+        "_composition",
+        "_schedule",
+        "_fragments",
+        "_outer",
+        "_averaging",
+        "_unhook",
+    )
 
     @names_keywords
     def __init__(
@@ -146,6 +156,8 @@ class LocalSGD(WrappedModule):
             self.worker, self._fragments, self._schedule, self._outer, share, longest, timeout, named, pace
         )
         self._averaging.steps_with(optimizer)
+        parts = [(part.name, part.local) for one in self._fragments for part in one.parts]
+        self._composition = Composition(module, parts, kinds=False)
         self._weight = 1.0
         self._unhook = _hooked(self, optimizer)
         if not self.worker.joins:  # a learner gets them with all the other state
@@ -159,16 +171,21 @@ class LocalSGD(WrappedModule):
         """Call the module, and return its result.
 
         Raises:
-            UsageError: a buffer has come since the module was wrapped. Another shape or type of one is a
-                SizeMismatchError or a DTypeError.
+            UsageError: the module has not the parameters that it was wrapped with, or a buffer has come since. Another
+                shape or type of a buffer is a SizeMismatchError or a DTypeError.
         """
         watch: BufferWatch | None = self.__dict__.get("_watch")
         if watch is None or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        watch.check()
+        self._check(watch)
         output = self.module(*args, **kwargs)
-        watch.check()
+        self._check(watch)  # a forward may make parameters and buffers
         return output
+
+    def _check(self, buffers: BufferWatch) -> None:
+        buffers.check()
+        if self.training and (composition := self.__dict__.get("_composition")) is not None:
+            composition.check(self.module)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of each step from now on, for example the number of samples of a batch.
@@ -213,7 +230,9 @@ class LocalSGD(WrappedModule):
         Raises:
             OutOfStepError: an exchange failed before.
             GradServerError: an exchange failed, for example with NonFiniteError.
+            UsageError: the module has not the parameters that it was wrapped with.
         """
+        self._check()
         self._averaging.step(self._weight)
 
     def sync(self) -> None:

@@ -36,9 +36,11 @@ from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.aside import Aside
 from gradserver.worker.torch_ddp.breakage import Breakage
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.composition import Composition
 from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
 from gradserver.worker.torch_ddp.hooks import Ending, hook_parameters
+from gradserver.worker.torch_ddp.joining import GivenGradients
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence as Modules
@@ -62,6 +64,7 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether any worker took part in the last exchange with a batch.
+        composition: the parameters that the module was wrapped with.
         deferred: contributions of the worker that wait for their round, where rounds do not wait for all.
         aside: gradients of the module that wait, while updates are applied.
         broken: the error that broke the exchange: its text is the BROKEN state.
@@ -70,6 +73,7 @@ class Backward:
         has_result: whether the parameters' gradients are the result of an exchange.
         owner: the wrapper, from its construction on.
         block: what steps the module's updates at the end of a block of `join`; None outside of one.
+        given: the averaged gradients, in a block of `join` with a loop that must leave them alone.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
@@ -100,10 +104,11 @@ class Backward:
         self.has_result = False
         self.version = 0
         self.block: Sequence[Stepper] | None = None
+        self.given: GivenGradients | None = None
         self.owner: weakref.ref[nn.Module] | None = None
         self._graph = Graph(options, rounds.slots)
         self.aside = Aside(rounds, options.gradient_as_bucket_view)
-        self._untouched = Untouched(module, rounds.slots)
+        self._untouched = Untouched(rounds.slots)
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
         self.leads = True
@@ -113,6 +118,8 @@ class Backward:
         self._sequence.add(self)
         self.deferred = Deferred.of(worker, self)
         hook_parameters(self, rounds.gradients)
+        exchanged = [(slot.name, slot.parameter) for slot in rounds.slots]
+        self.composition = Composition(module, exchanged, options.ignored)
 
     @property
     def begun(self) -> bool:
@@ -144,11 +151,11 @@ class Backward:
             if output.grad_fn is not None:
                 output.register_hook(on_output)
 
-    def check(self) -> None:
-        """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
+    def check(self, module: nn.Module) -> None:
+        """Check before a forward of ``module``: OutOfStepError if an exchange broke, and as in `Composition.check`."""
         self.broken.check()
         self.deferred.check(self)
-        self._untouched.check_frozen()
+        self.composition.check(module)
 
     @property
     def exchanges(self) -> bool:
@@ -163,8 +170,8 @@ class Backward:
         if self.begun:
             return
         self.deferred.check(self)
-        if self.exchanges and not self.training:  # the forward has not checked it
-            self._untouched.check_frozen()
+        if self.exchanges and not (self.training and self.armed):  # no forward has checked it
+            self.composition.check(getattr(self.owner and self.owner(), "module", None))
         pacing = self.rounds.pacing
         is_due = pacing is None or pacing.is_due(self.pending + 1, len(self._sequence.members))
         self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
@@ -264,6 +271,8 @@ class Backward:
     def _end_round(self) -> bool:
         took_part = self.anybody = self._due = self.rounds.finish()
         self.fresh = self.has_result = True
+        if self.given is not None:
+            self.given.note(self.rounds.gradients)
         return took_part
 
     def _end_backwards(self) -> None:

@@ -297,6 +297,7 @@ class ReconnectingChannel:
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
         session.subgroups.lose_passing(ConnectionLostError(f"lost the coordinator at {old.url}"))
+        reason: GradServerError
         while not self._closing.is_set():
             tried += 1
             try:
