@@ -174,16 +174,16 @@ class LocalSGD(WrappedModule):
             UsageError: the module has not the parameters that it was wrapped with, or a buffer has come since. Another
                 shape or type of a buffer is a SizeMismatchError or a DTypeError.
         """
-        watch: BufferWatch | None = self.__dict__.get("_watch")
-        if watch is None or not torch.is_grad_enabled():
+        if "_watch" not in self.__dict__ or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._check(watch)
+        self._check()
         output = self.module(*args, **kwargs)
-        self._check(watch)  # a forward may make parameters and buffers
+        self._check()  # a forward may make parameters and buffers
         return output
 
-    def _check(self, buffers: BufferWatch) -> None:
-        buffers.check()
+    def _check(self) -> None:
+        if (watch := self.__dict__.get("_watch")) is not None:
+            watch.check()
         if self.training and (composition := self.__dict__.get("_composition")) is not None:
             composition.check(self.module)
 
