@@ -236,7 +236,7 @@ Op3 = tuple[str, int, int]
 
 
 class Programs(NamedTuple):
-    """What each of three workers does, one call after the other."""
+    """Calls of each of three workers, one call after the other."""
 
     each: list[list[Op3]]
 

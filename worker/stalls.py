@@ -174,7 +174,7 @@ class Stalls:
 
 
 _all_stalls: Final = weakref.WeakSet[Stalls]()
-"""Those of all workers in this process."""
+"""Instances of all workers in this process."""
 
 
 def _may_come_here(frame: FrameType) -> bool:

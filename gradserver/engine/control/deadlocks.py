@@ -1,7 +1,7 @@
 """Members that all wait for something which only another waiting member could give: the group halts at once.
 
-A worker tells (`Blocked`) when all its threads have waited for a second, and for what. A thread whose wait has a limit
-of its own does not count as one that waits. When all members have told, they are asked twice whether they still wait:
+A worker tells (`Blocked`) when all its threads have waited for a second, and for what. A wait with a limit of its own
+does not count. When all members have told, they are asked twice whether they still wait:
 
     a member's word                                   what happens
     ────────────────────────────────────────────────  ────────────────────────────────────────────────────────────

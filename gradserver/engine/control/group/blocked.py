@@ -16,7 +16,7 @@ _CHECKS = 2
 
 
 class Step(Enum):
-    """What follows from the word of a member."""
+    """Consequence of the word of a member."""
 
     NOTHING = "nothing"
     ASK = "all members are asked"
