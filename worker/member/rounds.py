@@ -25,6 +25,7 @@ class Rounds:
         pushed: what waits for each bucket that was pushed in this round. It stays the same object.
         open: the buckets that are exchanged in the present round, from its first push on.
         weight: of this worker in the present round.
+        owes: true if this worker has something to give in the present round that did not count in an earlier one.
         attempt: how often the present round was void, and begun again.
         announced: memberships and ends of rounds that the coordinator told of.
         skipped: true if the last round that is over must not be applied, as gradients of a member were not finite.
@@ -37,6 +38,7 @@ class Rounds:
         self.pushed: Final[dict[int, Waiter]] = {}
         self.open = NO_BUCKETS
         self.weight = 0.0
+        self.owes = False
         self.attempt = 0
         self.announced = Announced()
         self.skipped = self.left_out = False
