@@ -197,7 +197,7 @@ MODES: Final = (
         "with --mode bounded or async: most updates between the weights that a gradient was computed with, and the "
         "round that it counts in. An older gradient is refused, and its samples are handed out again (no limit with "
         "async, unless it is given). With --late keep: most rounds between the one that a straggler was late for, and "
-        "the one that its gradient counts in; all that it keeps is dropped then (8, unless it is given)",
+        "the one that its gradient counts in; all that it keeps is dropped then (12, unless it is given)",
         number(int, 0, MAX_STALENESS, "a number of updates"),
         "S",
         per_group=True,

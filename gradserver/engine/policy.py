@@ -98,8 +98,8 @@ class Damping(StrEnum):
     """1 / (1 + staleness): staleness-aware asynchronous SGD (Zhang et al., 2016)."""
 
 
-KEPT_STALENESS: Final = 8
-"""Rounds for which a late worker keeps a gradient, by default. It then weighs as much as nine, and no more."""
+KEPT_STALENESS: Final = 12
+"""Rounds for which a late worker keeps a gradient, by default. With its next one that weighs as much as 13 at most."""
 
 
 @dataclass(frozen=True, slots=True)

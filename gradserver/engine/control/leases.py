@@ -124,7 +124,9 @@ def _claim(group: Group, member_id: int, message: Claim, returned: Ranges, effec
     number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count, returned)
     if message.count:
         group.leases.positions.begin_use(use.name, member_id, message.round)
-    if returned and not again:
+    if again:
+        pass  # it is written
+    elif returned:
         journal.registered(group, use, effects)
     elif ranges or use.epoch != epoch:
         journal.claimed(group, HandedOut(group.name, use.name, member_id, number, found, ranges), effects)
