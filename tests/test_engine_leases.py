@@ -126,7 +126,8 @@ def test_what_is_returned_is_written_down_before_it_is_told_and_others_get_it(ha
     assert written.left == ((1, 3), (6, 10))
     assert isinstance(commands[1], Send)
     assert told(harness, 0) == [(Claimed("data", 2, 0, False), ((4, 6),))]
-    assert records(harness.receive(SEATS, Claim("data", 2, 0, 2, 0), pack(((1, 3),)))) == [], "the same again"
+    (again,) = records(harness.receive(SEATS, Claim("data", 2, 0, 2, 0), pack(((1, 3),))))
+    assert again == HandedOut("default", "data", 0, 2, 0, ((4, 6),)), "the same answer, and nothing is returned"
     assert told(harness, 0) == [(Claimed("data", 2, 0, False), ((4, 6),))]
     assert claim(harness, 1, 1, 3) == ((1, 3), (6, 7))
 

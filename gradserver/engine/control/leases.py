@@ -124,9 +124,7 @@ def _claim(group: Group, member_id: int, message: Claim, returned: Ranges, effec
     number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count, returned)
     if message.count:
         group.leases.positions.begin_use(use.name, member_id, message.round)
-    if again:
-        pass  # it is written
-    elif returned:
+    if returned and not again:
         journal.registered(group, use, effects)
     elif ranges or use.epoch != epoch:
         journal.claimed(group, HandedOut(group.name, use.name, member_id, number, found, ranges), effects)
