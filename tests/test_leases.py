@@ -230,8 +230,8 @@ class Model:
                 per_slice[index] += one.samples[index]
         self.committed += found
         self.written.append(Round("g", 1, RoundRecord(self.round, (1.0,) * 8, 0.0, 0.0, 0), found))
-        for one in gone:
-            self.given.pop((self.round, ~one), None)
+        for member_id in gone:
+            self.given.pop((self.round, ~member_id), None)
         self.round += 1
 
     def restart(self, restated: bool) -> None:
