@@ -147,7 +147,8 @@ def test_a_late_member_has_its_samples_until_it_uses_or_returns_them(late: str) 
     harness = late_of_three(late)
     for rank in range(3):
         claim(harness, rank, 1, 3)
-    use(harness, 0, 0, ((0, 3),)), use(harness, 1, 0, ((3, 6),)), use(harness, 2, 0, ((6, 9),))
+    for rank in range(3):
+        use(harness, rank, 0, ((3 * rank, 3 * rank + 3),))
     give(harness, 0, 0), give(harness, 1, 0)
     (cut, over) = records(harness.wait(1.0))
     assert isinstance(cut, Cut)
