@@ -68,7 +68,7 @@ SLICES = frozenset({0, 1})
 
 
 class Given(NamedTuple):
-    """What a worker gives to a round: samples, by slice of the gradients."""
+    """A worker's contribution to a round: samples, by slice of the gradients."""
 
     samples: dict[int, Counter[int]]
     counted: frozenset[int] = frozenset()
@@ -85,7 +85,7 @@ class Member:
         self.used: Ranges = ()
         self.returned: Ranges = ()
         self.said: Ranges | None = None
-        """What it says of its round; None before that has begun."""
+        """Samples that it names in its round; None before that has begun."""
         self.kept = {index: Counter[int]() for index in SLICES}
 
     def give(self, wanted: int) -> Given:
@@ -123,10 +123,10 @@ class Model:
         self.round = self.epoch = 0
         self.members = {member_id: Member(0) for member_id in range(member_ids)}
         self.given: dict[tuple[int, int], Given] = {}
-        """What each member has given to the open round, and to those of which it has not heard that they are over."""
+        """Contributions of each member to the open round, and to those of which it has not heard that they are over."""
         self.late: dict[int, set[int]] = {}
         self.counted: dict[int, dict[int, Counter[int]]] = {}
-        """How often each sample counted, by epoch and slice."""
+        """Number of times that each sample counted, by epoch and slice."""
         self.excused: set[int] = set()
         """Samples of this epoch that counted in a part of the slices when their worker died, or dropped the rest."""
         self.committed: list[Committed] = []

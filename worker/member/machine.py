@@ -201,8 +201,7 @@ class Member:
 
     def begin_round(self, index: int, weight: float = 1.0) -> None:
         """Begin a round with bucket ``index``, and say what is to be said before the first push."""
-        self.rounds.begin(index)
-        self.rounds.owes = any(map(self.stragglers.carry.has, self.rounds.open))
+        self.rounds.begin(index, self.stragglers.carry.has)
         plan = self.rounds.plan
         assert plan is not None
         if plan.is_shared and self.identity.stage is not Stage.OBSERVING and not self.requests.applies:

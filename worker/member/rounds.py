@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from gradserver.protocol.errors import GradServerError, OutOfStepError, RoundVoidError
@@ -67,10 +68,14 @@ class Rounds:
                 f"finish the round before pushing it again"
             )
 
-    def begin(self, index: int) -> None:
-        """Begin the round with bucket ``index``: it exchanges those of its section."""
+    def begin(self, index: int, is_kept: Callable[[int], bool] = lambda _: False) -> None:
+        """Begin the round with bucket ``index``: it exchanges those of its section.
+
+        A bucket ``is_kept`` if something of it did not count before.
+        """
         assert self.plan is not None
         self.open = self.plan.section_of(index).parts
+        self.owes = any(map(is_kept, self.open))
 
     # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
 
