@@ -139,7 +139,7 @@ class GroupState:
                 self.names |= dict(record.members)
                 if not epoch:
                     return
-                self.positions.keep_only(member_id for member_id, _ in record.members)
+                self.positions.keep_only({*dict(record.members), *self._entering})
                 self.epochs[epoch] = dated
                 self._keep_found({member_id for member_id, _ in record.members})
                 self._readmit({name for _, name in record.members})
@@ -162,6 +162,12 @@ class GroupState:
             self.cuts.append(dated)
         elif isinstance(record, _OF_MEMBERS):
             self._take_outlier(dated, record)
+
+    @property
+    def _entering(self) -> Iterable[int]:
+        """Ids of learners that contribute to the open round as their first one: no membership has them yet."""
+        entered = self.latest(Entered)
+        return dict(entered.members) if entered is not None and entered.round > self.ends.told[0] else ()
 
     def _end(self, number: int, epoch: int) -> None:
         """Take what is written of the end of a round."""

@@ -70,8 +70,10 @@ class Steps(ABC):
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield ``batches``, until the others have come to the end of the epoch."""
-        for batch in batches:
-            if self._ended:
+        while not self._ended:  # first: a batch that is taken counts as used
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
             yield batch
 

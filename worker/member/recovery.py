@@ -24,6 +24,7 @@ from gradserver.protocol.limits import MAX_COUNTER
 from gradserver.protocol.messages.data import proof_of, squares_of
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, pack_spans
 from gradserver.worker.member.donor import nobody_takes_it
+from gradserver.worker.member.effects import Tell
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.sendqueue import ShardTraffic
@@ -172,6 +173,9 @@ class Recovery:
         self.again += sum(exchange.rewind() for exchange in shard.exchanges.values())
         shard.release()
         self._member.refuse_again(shard.number, number)
+        if shard.number == 0:  # the round may have begun when there was no connection, or had not stood
+            for message, payloads in self._member.leases.used_again():
+                self._member.effects.add(Tell(message, payloads=payloads))
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()

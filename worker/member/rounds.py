@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from gradserver.protocol.advice import on_not_finite
@@ -26,6 +27,7 @@ class Rounds:
         pushed: what waits for each bucket that was pushed in this round. It stays the same object.
         open: the buckets that are exchanged in the present round, from its first push on.
         weight: of this worker in the present round.
+        owes: true if this worker has something to give in the present round that did not count in an earlier one.
         attempt: how often the present round was void, and begun again.
         announced: memberships and ends of rounds that the coordinator told of.
         skipped: true if the last round that is over must not be applied, as gradients of a member were not finite.
@@ -38,6 +40,7 @@ class Rounds:
         self.pushed: Final[dict[int, Waiter]] = {}
         self.open = NO_BUCKETS
         self.weight = 0.0
+        self.owes = False
         self.attempt = 0
         self.announced = Announced()
         self.skipped = self.left_out = False
@@ -66,10 +69,14 @@ class Rounds:
                 f"finish the round before pushing it again"
             )
 
-    def begin(self, index: int) -> None:
-        """Begin the round with bucket ``index``: it exchanges those of its section."""
+    def begin(self, index: int, is_kept: Callable[[int], bool] = lambda _: False) -> None:
+        """Begin the round with bucket ``index``: it exchanges those of its section.
+
+        A bucket ``is_kept`` if something of it did not count before.
+        """
         assert self.plan is not None
         self.open = self.plan.section_of(index).parts
+        self.owes = any(map(is_kept, self.open))
 
     # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
 

@@ -382,6 +382,7 @@ class Group:
             "broken": self.broken.message if self.broken else None,
             "data": self.leases.positions.snapshot(),
             "last_round": self.rounds.describe_last(),
+            "without_update": self.rounds.empty.describe(),
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
             "mean": str(self.policy.mean),
