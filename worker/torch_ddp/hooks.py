@@ -26,7 +26,7 @@ class Arrivals:
     Attributes:
         index: the bucket's place in the plan.
         bucket: the bucket.
-        ready: slots whose gradients became ready in this backward, in order, each as often as that was.
+        ready: slots of gradients that became ready in this backward, in order, each as often as that was.
         due: length of ``ready`` from which on each hook tells of its gradient.
         touched: slots with gradients from earlier backwards since the last exchange.
     """
