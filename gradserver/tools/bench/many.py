@@ -47,7 +47,7 @@ class _Replica:
         self._optimizer.step()
 
     def wrong(self) -> int:
-        """Count the gradients that are not the mean of all workers', who have the same inputs."""
+        """Count the gradients that are not the mean. All workers have the same inputs, so it is that of one."""
         self._optimizer.zero_grad()
         self.wrapped(self._inputs).backward()
         alone = torch.autograd.grad(self.module(self._inputs), list(self.module.parameters()))
