@@ -109,7 +109,8 @@ class Surroundings:
         autograd: Any = torch._C._autograd
         top = getattr(autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.3 does not tell them
         self._saving = None if top is None else top(True)
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+        stack: Any = _get_current_function_mode_stack  # torch has not typed it
+        modes = [mode for mode in stack() if isinstance(mode, DeviceContext)]
         self._default: torch.device | None = modes[-1].device if modes else None
 
     def around(self, device: torch.device, work: Callable[[], T]) -> Callable[[], T]:

@@ -34,7 +34,7 @@ _HOW: Final = {False: "a plan in place of all others", True: "a plan beside thos
 def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
     """Take the plan of a member, or of a learner."""
     if member_id in group.learners.by_id:
-        learners.propose(group, member_id, _plan_of(message, data), bool(message.beside), now, effects)
+        learners.propose(group, member_id, _plan_of(group, message, data), bool(message.beside), now, effects)
         return
     if group.broken is not None:
         _fail(group, member_id, group.broken, effects)
