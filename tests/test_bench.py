@@ -149,6 +149,7 @@ def test_latency_compares_with_plain_pyzmq() -> None:
 SMALL = ("--parameters", "100K", "--context", "32", "--steps", "3", "--repetitions", "1")
 
 
+@pytest.mark.long
 def test_parameters_are_counted_beside_torch_and_in_threads() -> None:
     rows = document("parameters", "--counts", "5,60", "--repetitions", "2")["rows"]
     found = [(row["parameters"], row["variant"]) for row in rows]
