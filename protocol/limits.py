@@ -75,11 +75,13 @@ MAX_PACE: Final = 1e15
 """Gbit/s of a link."""
 MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
 """Bytes that a coordinator tells a data shard at once: a plan, at most."""
-MAX_REPORT_BYTES: Final = 256 * KIB
+MAX_REPORT_BYTES: Final = 2 * MIB
 """Bytes that a data shard reports at once: a round with a digest of every bucket, at most."""
-MAX_BUCKETS: Final = 16_384
-MAX_COMPONENTS: Final = 65_536
+MAX_BUCKETS: Final = 163_840
+MAX_COMPONENTS: Final = 655_360
 """Parameters in a whole plan."""
+MAX_PLAN_BYTES: Final = 40 * MIB
+"""Bytes of a plan before it is packed. Packed, it fits into a frame."""
 MAX_DIMENSIONS: Final = 64
 MAX_NUMEL: Final = 1 << 48
 MAX_COUNTER: Final = 1 << 62

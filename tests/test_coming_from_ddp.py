@@ -8,6 +8,7 @@ import io
 import logging
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,30 @@ def _compile() -> None:
         return gradients(model)
 
     is_mean(both(work), expected(lambda module, rank: module(batch(rank)).square().mean()))
+
+
+def compiled_step(compiled_autograd: bool) -> None:
+    def work(worker: Worker) -> list[torch.Tensor]:
+        model = DistributedDataParallel(network(), worker)
+        step = torch.compile(lambda: model(batch(0)).square().mean().backward(), backend="eager")
+        with warnings.catch_warnings(), torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at it itself
+            step()
+        return gradients(model)
+
+    with LocalCluster(1) as cluster:  # Dynamo compiles for one thread at a time
+        results = cluster.run(work)
+    is_mean(results * 2, expected(lambda module, _: module(batch(0)).square().mean()))
+
+
+@line("`torch.compile` of a whole step, of a module with synchronised BatchNorm, or of a function with collectives")
+def _compile_step() -> None:
+    compiled_step(compiled_autograd=False)
+
+
+@line("`torch._dynamo.config.compiled_autograd = True`")
+def _compile_autograd() -> None:
+    compiled_step(compiled_autograd=True)
 
 
 @line("tied weights, parameters without an axis, `channels_last`, complex parameters")

@@ -593,6 +593,39 @@ def test_first_forward_in_inference_mode_leaves_training_possible() -> None:
         model.close()
 
 
+class Noting(nn.Module):
+    """A layer that notes the default device of each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen: list[torch.device] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.empty(0).device)
+        return (inputs * self.weight).exp()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="this torch does not tell its hooks"
+)
+def test_further_replicas_run_with_the_hooks_and_the_default_device_of_the_caller() -> None:
+    packing: list[str] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packing.append(threading.current_thread().name)
+        return tensor
+
+    first, second = Noting(), Noting()
+    with parallel(first, APART, replicas=[second]) as model:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.ones(6, 2)).sum().backward()
+        with torch.device("meta"):
+            model(torch.ones(6, 2, device="cpu"))
+    assert len(set(packing)) == 2
+    assert first.seen == second.seen == [torch.device("cpu"), torch.device("meta")]
+
+
 @pytest.mark.parametrize("devices", [SHARED, APART, MIXED], ids=str)
 def test_given_replicas_take_the_place_of_copies(devices: list[str]) -> None:
     further = [mlp(seed).append(nn.BatchNorm1d(2).double().eval()) for seed in range(1, len(devices))]

@@ -156,9 +156,9 @@ def _runs(named: Sequence[tuple[str, nn.Parameter]], cap_mb: float) -> list[tupl
         if not runs or size > room:
             runs.append([])
             room = cap_mb * MIB
-        runs[-1].insert(0, (name, parameter))
+        runs[-1].append((name, parameter))
         room -= size
-    return [tuple(run) for run in runs]
+    return [tuple(reversed(run)) for run in runs]
 
 
 def _split(group: Group) -> list[Group]:

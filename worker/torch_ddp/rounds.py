@@ -23,7 +23,9 @@ from gradserver.worker.torch_ddp.buckets import (
     FlatBucket,
     GradientBucket,
     Slot,
+    bring,
     buffer_buckets,
+    hand_out,
     sender_spec,
     used_spec,
 )
@@ -146,6 +148,8 @@ class Rounds:
         self._clipped: dict[int, bool] = {}
         """Buckets that have what this worker gives, clipped, and if they have any."""
         self._unpushed: set[int] = set()
+        self._brought: list[set[Slot]] = []
+        """Slots of each bucket with gradients that were brought as they became ready."""
         self._round_weight: float | None = None
         self._leaves = self._abandoned = False
         self._count = 1
@@ -174,6 +178,7 @@ class Rounds:
             leaves: this worker has no more batches: it takes part with weight 0.
         """
         self._unpushed = set(range(len(self.gradients)))
+        self._brought = [set() for _ in self.gradients]
         self._round_weight = None
         self._abandoned = False
         self.adopt_buffers()
@@ -234,7 +239,8 @@ class Rounds:
     def take(self, index: int, slot: Slot) -> None:
         """Bring a gradient of bucket ``index``, which is ready, into the bucket."""
         if self._factor is None:
-            slot.take(self._options.gradient_as_bucket_view)
+            bring((slot,), self._options.gradient_as_bucket_view)
+            self._brought[index].add(slot)
         else:
             slot.scale(self._factor)
         self._plane.note_writer(index, self.gradients[index].device)
@@ -250,20 +256,16 @@ class Rounds:
                 present = present and bucket.scale(factor)
                 kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self.new_memory, bucket))
             elif present:
-                present = self._clipped.pop(index) if index in self._clipped else self._take_all(bucket)
+                present = self._clipped.pop(index) if index in self._clipped else self._take_all(index, bucket)
             self._plane.push(index, bucket.flat, weight, present, kept)
             self._unpushed.discard(index)
 
-    def _take_all(self, bucket: GradientBucket) -> bool:
-        """Bring gradients into the bucket as they are. Return whether there are any.
-
-        What became ready in this backward was taken then; every other slot is brought up to date here.
-        """
-        as_view = self._options.gradient_as_bucket_view
-        have = [(slot.fired > 0 and self._factor is None) or slot.take(as_view) for slot in bucket.slots]
+    def _take_all(self, index: int, bucket: GradientBucket) -> bool:
+        """Bring the gradients that were not brought into the bucket as they are. Return whether it has any."""
+        has = bucket.take(self._options.gradient_as_bucket_view, self._brought[index])
         if self._is_mean:
             local_mean(bucket.flat, max(self._count, 1))
-        return any(have)
+        return has
 
     def abandon(self) -> None:
         """Give no more gradients in this round. What was pushed of it counts."""
@@ -302,7 +304,7 @@ class Rounds:
 
     def _clip_own(self, limit: float) -> None:
         """Clip what this worker gives, by its norm over all buckets."""
-        self._clipped = {index: self._take_all(bucket) for index, bucket in enumerate(self.gradients)}
+        self._clipped = {index: self._take_all(index, bucket) for index, bucket in enumerate(self.gradients)}
         self.own_norm = clip_own([bucket.flat for bucket in self.gradients], limit, self._worker.damping)
 
     def _open(self) -> float:
@@ -382,11 +384,11 @@ class Rounds:
         self._hand_out_buffers(handles)
         # Where no member has a gradient none gets one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
-        for slot, anybody in zip(self.slots, used, strict=True):
-            if anybody and not self.skipped:
-                slot.give(self._options.gradient_as_bucket_view)
-            else:
+        given = [slot for slot, anybody in zip(self.slots, used, strict=True) if anybody and not self.skipped]
+        if len(given) < len(self.slots):
+            for slot in set(self.slots).difference(given):
                 slot.parameter.grad = None
+        hand_out(given, self._options.gradient_as_bucket_view)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
