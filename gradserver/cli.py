@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
 import gradserver
 from gradserver import serving
-from gradserver.arguments import add_seconds, number
+from gradserver.arguments import add_seconds, number, seconds
+from gradserver.command_line import Command, print_all
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. An error of the user prints one line, with status 1 or 2."""
+    print_all(sys.stdout)
     parser = _parser()
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
@@ -30,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141  # as a shell reports of a process that SIGPIPE has ended
     except GradServerError as error:
         print(f"gradserver: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InvalidArgumentError) else 1
     except KeyboardInterrupt:
         return 130
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Command(
+    parser = Command(
         prog="gradserver",
         description="Keep the replicas of a data-parallel training job synchronized over ordinary networks.",
         epilog="To try it out, run `gradserver demo`. It takes some minutes; with --quick, ten seconds.",
@@ -65,31 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Command(argparse.ArgumentParser):
-    """Parser of a command. `fill` adds its arguments when they are needed, not before.
-
-    Starting a coordinator therefore does not import what the benchmark's arguments need.
-    """
-
-    def __init__(self, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self._fill = fill
-
-    def error(self, message: str) -> NoReturn:
-        """Print one line about a wrong argument, and where to find the right ones; the usage of serve has 14 lines."""
-        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` shows the options\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Add the arguments, then parse. Every way of parsing calls this, and so does the help of a command."""
-        fill, self._fill = self._fill, None
-        if fill is not None:
-            fill(self)
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # here, where the command is known
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
-
-
 def _add_run(parser: argparse.ArgumentParser) -> None:
     from gradserver.tools.launch import command
 
@@ -107,6 +83,14 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     add_seconds(parser, "--interval", 0.05, 3600, "seconds over which rates are measured (default 1)", 1.0)
+    parser.add_argument(
+        "--watch",
+        type=seconds(0.05, 3600),
+        nargs="?",
+        const=2.0,
+        metavar="S",
+        help="show the status every S seconds (default 2), until Ctrl-C",
+    )
     parser.set_defaults(run=_status)
 
 
@@ -166,8 +150,10 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     """Show the groups of a coordinator: members, round, rates, and the workers that a round waits for."""
-    from gradserver.status import show
+    from gradserver.status import show, watch
 
+    if arguments.watch is not None:
+        return watch(arguments.url, arguments.watch)
     return show(arguments.url, arguments.interval, arguments.json)
 
 

@@ -11,6 +11,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import JOINED, PORTIONED, Op
 from gradserver.protocol.frames import frames
+from gradserver.protocol.keyed import keyed_hash
 
 PASSED_ON: Final = JOINED | PORTIONED
 
@@ -30,6 +31,8 @@ def pass_on(command: Reduce) -> Outcome:
                 return Undecodable(contribution.member_id, error)
     if kind in JOINED:
         joined = b"".join(parts[0] for parts in given)
+        if command.hashes is not None:
+            command.hashes.found.append(keyed_hash(joined, command.hashes.key))
         for target in command.targets:
             memoryview(target)[: len(joined)] = joined
         return joined if command.keep else None

@@ -19,7 +19,6 @@ groups that are not named.
 from __future__ import annotations
 
 import argparse
-import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from typing import Any, Final, NamedTuple
 from gradserver.options import BY_KEY, GENERAL, SECTIONS, Option, each
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_NAME_BYTES
+from gradserver.protocol.nearest import did_you_mean
 
 DEFAULT: Final = "default"
 """Source of a setting that neither a flag nor a file has."""
@@ -149,9 +149,9 @@ def read(path: Path) -> Settings:
         reason = (error.strerror or str(error)).lower()
         raise InvalidArgumentError(f"cannot read the configuration file {path}: {reason}") from error
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(f"the configuration file {path} is no text in UTF-8: {error}") from error
+        raise InvalidArgumentError(f"the configuration file {path} is not text in UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise InvalidArgumentError(f"{path} is no TOML: {error}") from error
+        raise InvalidArgumentError(f"{path} is not TOML: {error}") from error
     lines, settings = _lines(text), Settings()
     tables = content.pop("group", {})
     where = f"{path}:{lines.get(('group',), 1)}"
@@ -160,7 +160,9 @@ def read(path: Path) -> Settings:
     settings.common = _table(content, (), path, lines)
     for name, table in tables.items():
         if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
-            raise InvalidArgumentError(f"{path}:{lines.get(('group', name), 1)}: {name!r} is no valid name of a group")
+            raise InvalidArgumentError(
+                f"{path}:{lines.get(('group', name), 1)}: {name!r} is not a valid name of a group"
+            )
         settings.groups[name] = _table(table, ("group", name), path, lines)
     return settings
 
@@ -188,8 +190,7 @@ def _table(
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
-    (nearest,) = difflib.get_close_matches(key.lower().replace("_", "-"), known, 1, 0.0)
-    return f": did you mean {nearest!r}?"
+    return did_you_mean(key.lower().replace("_", "-"), known, 0.0)
 
 
 def _shown(value: Any) -> str:
@@ -202,10 +203,11 @@ def _value(option: Option, value: Any, where: str) -> Any:
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{where}: {option.key} is true or false, not {value!r}")
         return value
+    written = str(value).lower() if isinstance(value, bool) else repr(value)  # as a file has it
     is_list = isinstance(value, list) and option.key == "groups" and all(isinstance(one, str) for one in value)
     if isinstance(value, bool) or not (isinstance(value, str | int | float) or is_list):
         what = "a list of names, or a text with commas" if option.key == "groups" else "a number or a text"
-        raise InvalidArgumentError(f"{where}: {option.key} is {what}, not {value!r}")
+        raise InvalidArgumentError(f"{where}: {option.key} is {what}, not {written}")
     text = _shown(value)
     if option.choices and text not in option.choices:
         raise InvalidArgumentError(f"{where}: {option.key} is one of {', '.join(option.choices)}, not {text!r}")

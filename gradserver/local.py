@@ -29,6 +29,7 @@ from gradserver.protocol.in_process import in_process_pair
 from gradserver.protocol.limits import BACKLOG_BYTES, CREDIT_BYTES
 from gradserver.protocol.means import mean_of
 from gradserver.protocol.messages import Join, Message, Split
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.offers import THREAD
 from gradserver.runtime import Runtime
 from gradserver.worker.client import Worker
@@ -68,7 +69,8 @@ class LocalCluster:
         late: ``"keep"`` (default) to add a late gradient to the next one of its worker, ``"drop"`` to forget it.
         mode: ``"bounded"`` or ``"async"`` for rounds that do not wait for all workers, see `Worker.request_round`. One
             begins when ``quorum`` workers have requested it: by default half of them, or one.
-        staleness: most updates by which a gradient may be late; needed with ``"bounded"``.
+        staleness: most updates by which a gradient may be late; needed with ``"bounded"``. With ``late="keep"`` the
+            most rounds for which it is kept, 12 by default.
         damping: factor of a gradient that is late: ``"inverse"`` for 1 / (1 + staleness).
         timeout: seconds that one exchange may wait for the others.
         credit: bytes that one worker may have in flight.
@@ -86,6 +88,7 @@ class LocalCluster:
             the relative difference of their gradients that is allowed, as ``"0.01:1e-3"``.
     """
 
+    @names_keywords
     def __init__(
         self,
         world_size: int,

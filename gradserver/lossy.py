@@ -21,10 +21,9 @@ from gradserver.mean import (
     Outcome,
     divide,
     first_non_finite,
-    in_range as to_range,
     is_finite,
+    mend_overflow,
     scratch,
-    shares_of,
     weigh,
     with_one_nan,
 )
@@ -33,6 +32,7 @@ from gradserver.protocol.codecs.base import BLOCK
 from gradserver.protocol.digest import digest
 from gradserver.protocol.errors import ProtocolError
 from gradserver.protocol.kernels import NONE, Combine, Given, active
+from gradserver.protocol.keyed import keyed_hash
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.means import UNIT
 from gradserver.robust import FIRST_SCRATCH, robust_mean
@@ -71,15 +71,12 @@ def reduce_lossy(command: Reduce) -> Outcome:
         return Undecodable(member_id, error)
     findings: list[Finding] = []
     while True:
-        made = _Mean(command, [(one.member_id, one.weight) for one in rows], data, False).compute()
+        made = _Mean(command, [(one.member_id, one.weight) for one in rows], data).compute()
         if made is not None:
             break
         if not command.spans:
             return _blame(command)
         bad = _findings(command, data)
-        if not bad:
-            made = _Mean(command, [(one.member_id, one.weight) for one in rows], data, True).compute()
-            break
         findings += bad
         for _, member_id, _ in bad:
             del data[member_id]
@@ -114,17 +111,15 @@ class _Mean:
         command: the reduction.
         shares: member id and weight of those that count. A member without data counts as zeros.
         data: contributions by member id.
-        in_range: whether no sum may be larger than the largest contribution.
     """
 
-    def __init__(
-        self, command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array], in_range: bool
-    ) -> None:
-        self._command, self._shares, self._data, self._in_range = command, shares, data, in_range
+    def __init__(self, command: Reduce, shares: Sequence[tuple[int, float]], data: Mapping[int, Array]) -> None:
+        self._command, self._shares, self._data = command, shares, data
         self._codec, self._is_robust = command.operation.codec, command.mean.is_robust
         self._guarded = command.nonfinite is not OnNonFinite.PROPAGATE
-        weights = [weight for _, weight in shares]
-        equal, self._divisor, scaled = (False, 1.0, shares_of(weights)) if in_range else weigh(weights)
+        equal, self._divisor, scaled = weigh([weight for _, weight in shares])
+        self._parts = [(1.0 if equal else weight) / self._divisor for weight in scaled]
+        """Share of each in the mean."""
         self._given = [
             _Given(member_id, None if equal else np.float32(weight), data[member_id])
             for (member_id, _), weight in zip(shares, scaled, strict=True)
@@ -134,7 +129,7 @@ class _Mean:
         self._seed = seed_of(command.key.number, command.key.part, command.first)
         self._result = np.empty(command.nbytes, np.uint8)
         self._kernel: Combine | None = None
-        if self._given and not (self._is_robust or in_range):
+        if self._given and not self._is_robust:
             self._kernel = active().combine.get(self._codec.code)
         if self._kernel is not None:
             rows = [one.data for one in self._given]
@@ -165,6 +160,8 @@ class _Mean:
             command.digests.found.extend(found)
         if command.squares is not None:
             command.squares.extend(joined(measured))
+        if command.hashes is not None:
+            command.hashes.found.append(keyed_hash(self._result, command.hashes.key))
         return self._result
 
     def _at_once(self, number: int, elements: slice, piece: slice, arrived: Array) -> bool:
@@ -188,16 +185,25 @@ class _Mean:
         done = self._robust(number, piece, mean) if self._is_robust else self._plain(number, piece, mean)
         if done is not True:
             return done
+        rest = None if self._owed is None else self._owed.carry(elements)
+        if not _encode(self._codec, mean, rest, out, self._seed + number, True):
+            if not self._mend(number, piece, mean) and self._guarded:
+                return None
+            _encode(self._codec, mean, rest, out, self._seed + number, False)
         if self._command.measures is not None:
             of_mean = square(mean)
             if (stands_out := self._is_due(elements, of_mean)) is not None:
                 self._compare(number, elements, piece, mean, of_mean, stands_out)
-        rest = None if self._owed is None else self._owed.carry(elements)
-        if not _encode(self._codec, mean, rest, out, self._seed + number, self._guarded):
-            return None
         if arrived.size:
             self._codec.decode_block(out, arrived, self._seed + number, _codecs.scratch)
         return True
+
+    def _mend(self, number: int, piece: slice, mean: Array) -> bool:
+        """Compute elements of a block anew that are out of range. Return whether all are finite then."""
+        rows = self._decoded(number, piece)
+        assert not isinstance(rows, Undecodable), "they were decoded for their mean"
+        given = [(part, row) for part, row in zip(self._parts, rows, strict=True) if row is not None]
+        return mend_overflow(mean, given)
 
     def _plain(self, number: int, piece: slice, mean: Array) -> _Done:
         """Write the weighted mean of one block to ``mean``."""
@@ -213,8 +219,6 @@ class _Mean:
                 return Undecodable(member_id, error)
             if weight is not None:
                 np.multiply(mean, weight, out=mean)
-        if self._in_range:
-            mean[:] = to_range(mean, np.float32)
         divide(mean, self._divisor)
         return True
 
@@ -224,7 +228,7 @@ class _Mean:
         if isinstance(rows, Undecodable):
             return rows
         weights = [weight for _, weight in self._shares]
-        return robust_mean(self._command.mean, rows, weights, mean, UNIT, self._guarded, self._in_range) or None
+        return robust_mean(self._command.mean, rows, weights, mean, UNIT, self._guarded) or None
 
     def _is_due(self, elements: slice, of_mean: float) -> bool | None:
         """Return whether a block that is to be compared stands out; None if it is not to be compared."""

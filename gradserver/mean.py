@@ -94,12 +94,20 @@ def in_range(values: Array, dtype: npt.DTypeLike) -> Array:
     return np.clip(values, -largest, largest).astype(dtype)
 
 
-def mean_in_range(rows: Sequence[tuple[float, Array]], dtype: npt.DTypeLike) -> Array:
-    """Compute the mean of finite numbers that are so large that their sum is not finite, given the share of each."""
-    total: Array = np.zeros(rows[0][1].size, np.float64)
-    for share, row in rows:
-        total += row.astype(np.float64) * share
-    return in_range(total, dtype)
+def mend_overflow(total: Array, rows: Sequence[tuple[float, Array]]) -> bool:
+    """Compute the mean anew where the sum left its type's range. Return whether all of ``total`` is finite then.
+
+    Only elements of which all contributions are finite change, each by these alone. So they have the same bits however
+    tensors are cut. ``rows`` are all contributions, each with its share of the mean.
+    """
+    bad = np.flatnonzero(~np.isfinite(total))
+    picked = [(share, row[bad]) for share, row in rows]
+    whole = np.logical_and.reduce([np.isfinite(row) for _, row in picked])
+    exact: Array = np.zeros(bad.size, np.float64)
+    for share, row in picked:
+        exact += row.astype(np.float64) * share
+    total[bad[whole]] = in_range(exact[whole], total.dtype)
+    return bool(whole.all())
 
 
 def with_one_nan(values: Array) -> Array:

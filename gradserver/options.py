@@ -196,14 +196,16 @@ MODES: Final = (
         "staleness",
         "with --mode bounded or async: most updates between the weights that a gradient was computed with, and the "
         "round that it counts in. An older gradient is refused, and its samples are handed out again (no limit with "
-        "async, unless it is given)",
+        "async, unless it is given). With --late keep: most rounds between the one that a straggler was late for, and "
+        "the one that its gradient counts in; all that it keeps is dropped then (12, unless it is given)",
         number(int, 0, MAX_STALENESS, "a number of updates"),
         "S",
         per_group=True,
     ),
     Option(
         "damping",
-        "with --mode bounded or async: factor of a gradient that is s updates late. inverse: 1 / (1 + s)",
+        "with --mode bounded or async, or --late keep: factor of a gradient that is s updates late. inverse: "
+        "1 / (1 + s)",
         choices=("none", "inverse"),
         default="none",
         per_group=True,
@@ -362,7 +364,7 @@ LEDGER: Final = (
     Option(
         "journal-quota",
         "limit of what one group writes to the ledger in an hour by joins, departures, plans and leases. Above it the "
-        "coordinator refuses such requests. Rounds do not count; 0KiB is no limit",
+        "coordinator refuses such requests. Rounds do not count; 0KiB means no limit",
         size,
         "SIZE",
         default="256MiB",

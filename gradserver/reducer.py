@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Final
@@ -40,10 +40,9 @@ from gradserver.mean import (
     first_non_finite,
     fold,
     is_finite,
-    mean_in_range,
+    mend_overflow,
     narrow,
     scratch,
-    shares_of,
     types_of,
     weigh,
     widen,
@@ -52,7 +51,8 @@ from gradserver.mean import (
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.digest import digest
 from gradserver.protocol.exchange import Op
-from gradserver.protocol.kernels import NONE, Given, active
+from gradserver.protocol.kernels import NONE, Given, Words, active
+from gradserver.protocol.keyed import hashed, rows as rows_of
 from gradserver.protocol.limits import KIB, MIB, SLICE_BYTES
 from gradserver.protocol.means import UNIT
 from gradserver.repeated import compare_repeated
@@ -220,6 +220,7 @@ class _Job:
         self._digests, self._first = command.digests, command.first * self._dtype.itemsize
         self._told, self._of_slice = command.squares, max(each // self._step, 1)
         self._squares: list[Sum | None] = [None] * (0 if command.squares is None else self.blocks)
+        self._hashes, self._each, self._rows_of = command.hashes, each, [b""] * self.blocks
         self._look = command.measures and Comparison(command, command.measures, self._starts(command), self._parts)
 
     def _starts(self, command: Reduce) -> Sequence[int]:
@@ -230,13 +231,24 @@ class _Job:
         """Return the outcome, once every block is combined."""
         if self._told is not None:
             self._told.extend(by_slice(self._squares, self._of_slice))
+        if self._hashes is not None:
+            self._hashes.found.extend(self._hashed())
         return self.kept
+
+    def _hashed(self) -> Iterator[bytes]:
+        """Yield the keyed hash of each slice."""
+        for start in range(0, self._numel, self._each):
+            stop = min(start + self._each, self._numel)
+            parts = b"".join(self._rows_of[start // self._step : -(-stop // self._step)])
+            yield hashed((stop - start) * self._stored.itemsize, parts)
 
     def combine(self, block: int) -> NonFinite | None:
         """Write one block of the result to all targets, unless a value in it is not finite."""
         start, stop, told = block * self._step, min((block + 1) * self._step, self._numel), NOTHING
         if self._hand_out and (limit := self._look.thresholds[block] if self._look else math.inf) > 0:
             start, told = self._hand_out(start, stop, limit)
+            if (wanted := self._hashes) and not (start == stop and self._hash_handed_out(block, wanted.key)):
+                start, told = block * self._step, NOTHING  # once more, in memory of its own
         if start == stop:
             if self._squares:
                 self._squares[block] = told
@@ -258,6 +270,15 @@ class _Job:
                 target[cut] = result
         return None
 
+    def _hash_handed_out(self, block: int, key: Words) -> bool:
+        """Hash a block that was handed out. Return False if members have it in different forms.
+
+        Only their memory has it, or also what is kept. One of them may have changed its memory since.
+        """
+        cut, own = slice(block * self._step, min((block + 1) * self._step, self._numel)), self.kept is not None
+        self._rows_of[block] = rows_of(self._targets[-1][cut], key)
+        return own or len(self._targets) == 1 or rows_of(self._targets[0][cut], key) == self._rows_of[block]
+
     def _account(self, block: int, start: int, rows: Mapping[int, Array | None], result: Array, told: Sum) -> None:
         """Hash, measure and compare a block of a result and the contributions to it, by their places, as wanted.
 
@@ -266,8 +287,10 @@ class _Job:
         """
         if (digests := self._digests) is not None:
             at = digests.at + self._first + start * self._stored.itemsize
-            hashed = [(self._member_ids[place], digest(row, at)) for place, row in rows.items() if row is not None]
-            digests.found.extend([*hashed, (RESULT, digest(result, at))])
+            given = [(self._member_ids[place], digest(row, at)) for place, row in rows.items() if row is not None]
+            digests.found.extend([*given, (RESULT, digest(result, at))])
+        if (wanted := self._hashes) is not None:
+            self._rows_of[block] = rows_of(result, wanted.key)
         if self._squares:
             own = self._squares[block] or squares(self._widen(result))
             self._squares[block] = own if told is NOTHING else joined([*told, *own])
@@ -293,7 +316,7 @@ class _Job:
         total = self._total if self._total is not None else scratch(0, values[0][1].size, self._elements)
         add_up(values, equal, total)
         divide(total, divisor)
-        return self._checked(total, block)
+        return self._checked(total, [((1.0 if equal else weight) / divisor, row) for weight, row in values], block)
 
     def _at_once(self, given: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int) -> Array | None:
         """Compute the mean of a block by a kernel; None if there is none, or if something is not finite."""
@@ -308,23 +331,26 @@ class _Job:
             self._squares[block] = squares(arrived)
         return total
 
-    def _robust(self, rows: Sequence[Array | None], weights: Sequence[float], within: bool = False) -> Array | None:
-        """Compute a robust mean of a block that begins with a unit, as `_mean` does. ``within``: in range."""
+    def _robust(self, rows: Sequence[Array | None], weights: Sequence[float]) -> Array | None:
+        """Compute a robust mean of a block that begins with a unit, as `_mean` does."""
         values = [None if row is None else self._widen(row) for row in rows]
         first = next(row for row in values if row is not None)
         total = self._total if self._total is not None else scratch(0, first.size, first.dtype)
-        known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded, within)
-        return self._narrow(total) if known and (not self._guarded or is_finite(total)) else None
+        known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded)
+        return self._narrow(total) if known else None
 
-    def _checked(self, total: Array, block: int) -> Array | None:
-        """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too."""
+    def _checked(self, total: Array, shares: Sequence[tuple[float, Array]], block: int) -> Array | None:
+        """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too.
+
+        ``shares`` are the contributions, each with its share, for elements with a sum that is out of range.
+        """
         if self._squares:
             result = self._narrow(total)
             found = squares(self._widen(result))
             if math.isfinite(found[0]):
                 self._squares[block] = found
                 return result
-        if is_finite(total):
+        if is_finite(total) or mend_overflow(total, shares):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
 
@@ -355,6 +381,7 @@ class _Sieve(_Job):
         self._spans, self._slice, self._skips = command.spans, command.slice, command.nonfinite is OnNonFinite.SKIP
         self._findings: list[Finding] = []
         self.blocks, self._of_slice = len(self._spans), 1
+        self._rows_of = [b""] * self.blocks
         self._squares = [None] * (0 if command.squares is None else self.blocks)
 
     def _starts(self, command: Reduce) -> Sequence[int]:
@@ -366,6 +393,10 @@ class _Sieve(_Job):
         kept = super().outcome()
         return Sifted(self.kept, tuple(sorted(self._findings))) if self._findings else kept
 
+    def _hashed(self) -> Iterator[bytes]:
+        for (start, stop), rows in zip(self._spans, self._rows_of, strict=True):
+            yield hashed((stop - start) * self._parts * self._stored.itemsize, rows)
+
     def combine(self, block: int) -> None:
         """Write one slice of the result to all targets, if there is one."""
         start, stop = (place * self._parts for place in self._spans[block])
@@ -373,9 +404,6 @@ class _Sieve(_Job):
         result = self._mean(list(rows.values()), self._scale, block)
         while result is None:
             bad = {place: element for place, row in rows.items() if (element := self._bad(row)) is not None}
-            if not bad:
-                result = self._mean_in_range(rows)
-                break
             found = [Finding(self._slice + block, self._member_ids[p], (start + bad[p]) // self._parts) for p in bad]
             self._findings += found
             rows = {place: row for place, row in rows.items() if place not in bad}
@@ -388,13 +416,3 @@ class _Sieve(_Job):
 
     def _bad(self, row: Array | None) -> int | None:
         return None if row is None else first_non_finite(self._widen(row))
-
-    def _mean_in_range(self, rows: dict[int, Array | None]) -> Array:
-        """Compute the mean of finite elements that are so large that their sum is not finite."""
-        if self._rule.is_robust:
-            made = self._robust(list(rows.values()), [self._weights[place] for place in rows], within=True)
-            assert made is not None, "all elements are finite"
-            return made
-        shares = shares_of([self._weights[place] for place in rows])
-        given = [(one, self._widen(row)) for one, row in zip(shares, rows.values(), strict=True) if row is not None]
-        return self._narrow(mean_in_range(given, self._elements))

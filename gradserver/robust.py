@@ -39,7 +39,6 @@ def robust_mean(
     out: Array,
     unit: int,
     guarded: bool = True,
-    within: bool = False,
 ) -> bool:
     """Write the mean of ``rows`` to ``out``, or return False if a row has an element that is not finite.
 
@@ -51,7 +50,6 @@ def robust_mean(
         unit: elements of a unit, for rules that go by units.
         guarded: False if values that are not finite are to be passed on. Where there is one, the result is the plain
             mean: of that element, or of its unit.
-        within: True if sums of finite values must not leave the range of the type.
     """
     voters = _voters(weights)
     given, shares = [rows[place] for place in voters], [weights[place] for place in voters]
@@ -63,7 +61,12 @@ def robust_mean(
         if not whole and guarded:
             return False
         with np.errstate(all="ignore"):
-            _combine(mean, copies, shares, out[part], whole, within)
+            _combine(mean, copies, shares, out[part], whole, False)
+            if not is_finite(out[part]):  # some sum may have left the range of the type
+                again = [_copied(number, row, part, out.dtype) for number, row in enumerate(given)]
+                exact = np.empty_like(out[part])
+                _combine(mean, again, shares, exact, whole, True)
+                np.copyto(out[part], exact, where=~np.isfinite(out[part]))
     return True
 
 
@@ -88,7 +91,7 @@ def _copied(number: int, row: Array | None, part: slice, dtype: np.dtype[np.gene
 def _combine(mean: Mean, rows: list[Array], weights: list[float], out: Array, whole: bool, within: bool) -> None:
     """Write the mean of one block to ``out``; ``rows`` are overwritten. Without ``whole``, some value is not finite."""
     if not whole:
-        _pass_on(mean, rows, weights, out)
+        _pass_on(mean, rows, weights, out, within)
         return
     match mean.rule:
         case Rule.MEDIAN:
@@ -105,18 +108,18 @@ def _combine(mean: Mean, rows: list[Array], weights: list[float], out: Array, wh
             _average(rows, weights, out, within)
 
 
-def _pass_on(mean: Mean, rows: list[Array], weights: list[float], out: Array) -> None:
+def _pass_on(mean: Mean, rows: list[Array], weights: list[float], out: Array, within: bool) -> None:
     """Write the plain mean of each element that has a value which is not finite, or of its unit."""
     places = np.logical_or.reduce([~np.isfinite(row) for row in rows])
     plain = np.empty_like(out)
     _average(rows, weights, plain, False)
+    for row in rows:
+        row[places] = 0
     if mean.unit > 1:
-        out[:] = plain
+        _average(rows, weights, out, within)
     else:
-        for row in rows:
-            row[places] = 0
-        _combine(mean, rows, weights, out, True, False)
-        np.copyto(out, plain, where=places)
+        _combine(mean, rows, weights, out, True, within)
+    np.copyto(out, plain, where=places)
     np.copyto(out, np.nan, where=np.isnan(out))  # which of two NaN a sum keeps is the processor's choice
 
 

@@ -222,9 +222,10 @@ class Runtime:
         digests = command.digests.found if command.digests is not None else ()
         squares = () if command.squares is None else command.squares
         measured = () if command.measures is None else command.measures.found
+        hashes = () if command.hashes is None else command.hashes.found
         where = command.group, command.epoch, command.key, command.slice
         compared = () if command.repeated is None else command.repeated.found
-        self._handle(Reduced(*where, outcome, digests, squares, measured, compared))
+        self._handle(Reduced(*where, outcome, digests, squares, measured, compared, hashes))
 
     def _reduced_later(self, command: Reduce, outcome: Outcome) -> None:
         self._call_soon(partial(self._reduced, command, outcome))

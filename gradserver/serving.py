@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,35 @@ def show(arguments: argparse.Namespace) -> int:
         mine = [[row["option"], row["value"] or "-", row["from"]] for row in rows if row["group"] == name]
         print("\n".join([f"group {name!r}" if name else "coordinator", *table(["option", "value", "from"], mine)]))
     return 0
+
+
+def settings_in(words: Sequence[str]) -> Settings:
+    """Return what options of ``serve`` say that stand in another command; InvalidArgumentError if they are wrong."""
+    from gradserver.command_line import Quoted
+
+    return settings_of(Quoted(prog="gradserver serve", fill=add_arguments).parse_args(words))
+
+
+def sized(words: Sequence[str], count: int) -> list[str]:
+    """Return further options, with which ``count`` is the number of workers where ``words`` need one and have none.
+
+    Raises:
+        InvalidArgumentError: the options cannot be right, with so many workers.
+    """
+    settings = settings_in(words)
+    found = [name for name in settings.groups if _needs_size(settings, name)]
+    if not settings.groups and _needs_size(settings, ""):
+        found = [OTHERS]
+    more = [word for name in found for word in ("--workers", f"{name}={count}")]
+    _process(settings_in([*words, *more]))  # its errors are those of `serve`
+    return more
+
+
+def _needs_size(settings: Settings, name: str) -> bool:
+    """Tell whether a group has options that make sense with a number of workers only, and has none."""
+    if settings.given("workers", name) is not None:
+        return False
+    return any(settings.given(key, name) not in (None, "sync") for key in _FOR_SIZED)
 
 
 def _process(settings: Settings) -> Callable[[], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any, Final, cast
 
@@ -21,8 +22,8 @@ from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Status, StatusRequest
 from gradserver.protocol.planes import DIRECT, HIERARCHICAL
 from gradserver.protocol.transport.dealer import Dealer
-from gradserver.protocol.transport.reach import reach
-from gradserver.protocol.url import IS_IT_RUNNING, beside, not_answered
+from gradserver.protocol.transport.reach import reach, remedy
+from gradserver.protocol.url import beside, not_answered
 from gradserver.protocol.wire import decode, encode
 from gradserver.tables import counted, table
 
@@ -31,6 +32,17 @@ _UNMEASURED: Final = {
     HIERARCHICAL: "norms and cosines of workers: not measured on plane hierarchical, where those of hosts are",
 }
 """Figures of gradients that the coordinator cannot measure, by plane."""
+_STAGES: Final = {
+    "admitted": "the group gets to know it",
+    "welcome": "it prepares",
+    "waiting": "it waits for the state of another worker",
+    "receiving": "it gets the state of another worker",
+    "ready": "it has the state",
+    "entered": "it is in its first round",
+}
+"""Stages of a worker that joins a running group."""
+_CLEAR: Final = "\033[H\033[J"
+"""Control sequence that clears a terminal, and goes to its first line."""
 _PATIENCE: Final = 3.0
 """Seconds for a coordinator to accept a connection, and then to answer."""
 
@@ -49,6 +61,21 @@ def show(url: str, interval: float, as_json: bool) -> int:
         time.sleep(interval)
     print("\n".join(render(first, survey(url))))
     return 0
+
+
+def watch(url: str, seconds: float) -> int:
+    """Show the status every so many ``seconds`` until Ctrl-C, on a terminal in place."""
+    in_place = sys.stdout.isatty()
+    try:
+        before = survey(url)
+        while True:
+            time.sleep(seconds)
+            after = survey(url)
+            text = "\n".join(render(before, after))
+            print(f"{_CLEAR}{text}" if in_place else f"{text}\n", flush=True)
+            before = after
+    except KeyboardInterrupt:
+        return 0
 
 
 def survey(url: str) -> dict[str, Any]:
@@ -88,7 +115,7 @@ def fetch(url: str) -> dict[str, Any]:
     try:
         address, _, _ = reach(url, _PATIENCE)
     except OSError as error:
-        text = f"no coordinator answers at {url} ({reason_of(error)}). {IS_IT_RUNNING}"
+        text = f"no coordinator answers at {url} ({reason_of(error)}). {remedy(error)}"
         raise CoordinatorUnreachableError(text) from error
     context = zmq.Context()
     dealer = Dealer(context, address, MAX_FRAME_BYTES)
@@ -158,17 +185,15 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
         else f"{here} of {group['world_size']} workers"
     )
     parent = f", sub-group of {group['parent']!r}" if "parent" in group else ""
-    lines = [f"group {name!r}: {state}, {of}, epoch {group['epoch']}{parent}"]
+    lines = [f"group {name!r}: {state}, {of}, membership epoch {group['epoch']}{parent}"]
     if state == "forming":
         waits = [[w["rank"] if w["rank"] >= 0 else "any", w["name"], f"{w['waits']:.1f} s"] for w in group["waiting"]]
         return [*lines, *table(["rank", "worker", "waits"], waits)]
 
-    def rate(counter: str) -> float:
-        return float(group.get(counter, 0) - before.get(counter, group.get(counter, 0))) / seconds
-
+    rates = _rates(group, before, seconds)
     lines.append(
-        f"  round {group['round']}, {rate('round'):.1f} rounds/s, "
-        f"{rate('bytes_in') / 1e6:.1f} MB/s in, {rate('bytes_out') / 1e6:.1f} MB/s out"
+        f"  round {group['round']}, {_figure(rates['rounds'])} rounds/s, "
+        f"{_figure(rates['in'] / 1e6)} MB/s in, {_figure(rates['out'] / 1e6)} MB/s out"
     )
     if group["plan"]:
         buckets, size = counted(group["plan"]["buckets"], "bucket"), size_text(group["plan"]["bytes"])
@@ -176,13 +201,9 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["mean"] != "plain":
         lines.append(f"  mean: {group['mean']}")
     scale = group["noise_scale"]["scale"]
-    if scale is not None:
+    if scale is not None and any(weight not in (0.0, 1.0) for weight in (group["last_round"] or {}).get("weights", ())):
         lines.append(f"  noise scale: {scale:.4g}, about the critical batch size (in units of weight)")
-    lines += [*_plane(group["plane"]), *_members(group)]
-    for exchange in group.get("open", []):
-        lines.append(
-            f"  open for {exchange['age']:.1f} s: {exchange['what']}; missing: {', '.join(exchange['missing'])}"
-        )
+    lines += [*_plane(group["plane"]), *_members(group), *_unmeasured(group), *_waits(group), *_comings(group)]
     bad = group.get("nonfinite", {})
     if bad.get("rounds"):
         whose = ", ".join(f"{name!r} in {rounds}" for name, rounds in bad["workers"].items())
@@ -196,6 +217,58 @@ def _group(name: str, group: dict[str, Any], before: dict[str, Any], seconds: fl
     if group["broken"]:
         lines.append(f"  broken: {group['broken']}")
     return lines
+
+
+def _rates(group: dict[str, Any], before: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Return the rounds and the bytes a second: over whole rounds if the coordinator has seen some."""
+    if found := group.get("rates"):
+        return cast(dict[str, float], found)
+    counters = {"rounds": "round", "in": "bytes_in", "out": "bytes_out"}
+    moved = {name: group.get(one, 0) - before.get(one, group.get(one, 0)) for name, one in counters.items()}
+    return {name: count / seconds for name, count in moved.items()}
+
+
+def _figure(rate: float) -> str:
+    """Write a rate with two digits at least, so that a slow one does not look like none."""
+    return f"{rate:.1f}" if rate >= 10 or not rate else f"{rate:.2f}" if rate >= 0.1 else f"{rate:.2g}"
+
+
+def _unmeasured(group: dict[str, Any]) -> list[str]:
+    """Say that it is not known which worker is slow, if none of the last rounds tells."""
+    pace = group.get("pace", {})
+    if not pace.get("rounds") or pace["known"] or len(group["members"]) < 2:
+        return []
+    return ["  the last rounds do not tell which worker is slow"]
+
+
+def _waits(group: dict[str, Any]) -> list[str]:
+    """Render the workers that others wait for now. Most of those that miss an exchange wait themselves for another."""
+    found = group.get("open", [])
+    fewest = min((len(one["missing"]) for one in found), default=0)
+    if not fewest:
+        return []
+    oldest: dict[str, dict[str, Any]] = {}
+    for one in sorted(found, key=lambda one: one["age"], reverse=True):
+        if len(one["missing"]) == fewest:
+            oldest.setdefault(", ".join(one["missing"]), one)
+    return [
+        f"  waits for {names}: {one['age']:.1f} s so far, in "
+        + (f"round {one['round']}" if one.get("round") is not None else str(one["what"]))
+        for names, one in oldest.items()
+    ]
+
+
+def _comings(group: dict[str, Any]) -> list[str]:
+    """Render workers that join, that wait to join, and that are gone since a short time."""
+    joins = [f"  {one['name']!r} joins: {_STAGES.get(one['stage'], one['stage'])}" for one in group.get("joining", [])]
+    waits = [f"  {one['name']!r} has waited {_duration(one['waits'])} to join" for one in group["waiting"]]
+    gone = [_gone(one) for one in group.get("gone", [])]
+    return [*joins, *waits, *gone]
+
+
+def _gone(one: dict[str, Any]) -> str:
+    what = "could not join" if one["joining"] else "is gone"
+    return f"  {one['name']!r} {what}, since {_duration(one['ago'])}: {one['why']}"
 
 
 def _outliers(outliers: dict[str, Any]) -> list[str]:
@@ -228,13 +301,15 @@ def _plane(plane: dict[str, Any]) -> list[str]:
 
 def _members(group: dict[str, Any]) -> list[str]:
     """Render the members. Columns that would say the same of all of them are left out."""
-    flights, last = group.get("outstanding", []), (group["last_round"] or {}).get("last", -1)
-    found: dict[str, list[object]] = {name: [] for name in ("rank", "worker", "in flight", "last round")}
-    for member in group["members"]:
-        member_id = member.get("seat", member["rank"])
-        cells = [member["rank"], member["name"], f"{flights[member_id] / 1e6:.1f} MB"]
-        for column, cell in zip(found.values(), [*cells, "came last" if member_id == last else ""], strict=True):
-            column.append(cell)
+    flights, members = group.get("outstanding", []), group["members"]
+    found: dict[str, list[object]] = {
+        "rank": [member["rank"] for member in members],
+        "worker": [member["name"] for member in members],
+        "no result yet": [f"{flights[member.get('seat', member['rank'])] / 1e6:.1f} MB" for member in members],
+    }
+    if any("held_up" in member for member in members):
+        heading = f"held the group up, in {counted(group['pace']['known'], 'round')}"
+        found[heading] = [_held_up(member.get("held_up")) for member in members]
     paces = [member.get("pace") for member in group["members"]]
     if any(paces):
         found["speed"] = [f"{pace['rate']:.3g} {pace['unit']}/s" if pace else "" for pace in paces]
@@ -253,6 +328,10 @@ def _members(group: dict[str, Any]) -> list[str]:
     if group.get("elastic"):
         found["member"] = [member.get("seat", member["rank"]) for member in group["members"]]
     return table(list(found), list(zip(*found.values(), strict=True)))
+
+
+def _held_up(one: dict[str, Any] | None) -> str:
+    return "" if one is None else f"{one['seconds']:.3g} s in {one['rounds']}, {one['cause']}"
 
 
 def _duration(seconds: float) -> str:

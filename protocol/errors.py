@@ -17,6 +17,7 @@ GradServerError
 ├── DisagreementError             the job's: members of one group want different things
 │   ├── PlanMismatchError
 │   ├── CollectiveMismatchError
+│   ├── DeadlockError             each member waits for something that only another waiting one could give
 │   ├── AbandonedError            between a data shard and a worker: a member went on without this exchange
 │   ├── DivergedError             replicas that must hold the same weights do not
 │   ├── MembershipChangedError    the membership of the group changed during this call: call it again
@@ -142,6 +143,16 @@ class PlanMismatchError(DisagreementError):
 
 class CollectiveMismatchError(DisagreementError):
     """The members call different collectives, or the same one on different tensors."""
+
+
+class DeadlockError(DisagreementError):
+    """Each member waits for something that only another waiting member could give. The message says which for what.
+
+    Attributes:
+        waits: a sentence on each member: what it waits for, and which members that lacks.
+    """
+
+    waits: tuple[str, ...] = ()
 
 
 class AbandonedError(DisagreementError):

@@ -188,8 +188,9 @@ def operation_of(kind: Kind, op: Op, dtype: DType, numel: int, root: int = -1, c
 def check_reducible(op: Op, dtype: DType) -> None:
     """Raise UnsupportedOperationError unless ``op`` is defined for ``dtype``."""
     if op is _MEAN and not dtype.is_floating:
+        article = "an" if dtype.name.startswith("i") else "a"
         raise UnsupportedOperationError(
-            f"the mean of {dtype.name} is not a {dtype.name}: use op='sum', or convert to a floating type"
+            f"the mean of {dtype.name} is not {article} {dtype.name}: use op='sum', or convert to a floating type"
         )
     if op is _FRAMED and dtype != UINT8:
         raise UnsupportedOperationError(f"parts of different lengths travel as bytes, not as {dtype.name}")

@@ -15,6 +15,7 @@ from gradserver.protocol.limits import (
     MAX_LIST,
     MAX_NAME_BYTES,
     MAX_NUMEL,
+    MAX_PROOF_BYTES,
     MAX_RATE,
     MAX_SEED,
     MAX_SHARDS,
@@ -57,6 +58,13 @@ def _squares(value: Any) -> tuple[float, ...]:
     return tuple(value)
 
 
+def proof(value: Any) -> bytes:
+    """Check a proof."""
+    if type(value) is not bytes or len(value) > MAX_PROOF_BYTES:
+        raise MalformedMessageError(f"expected at most {MAX_PROOF_BYTES} bytes, got {brief(value)}")
+    return value
+
+
 _stream = integer(0, LAST_STREAM)
 count = integer(0, MAX_COUNTER)
 rank = integer(0, MAX_WORLD_SIZE - 1)
@@ -92,6 +100,8 @@ Weights = Annotated[tuple[float, ...], Field(weights)]
 """Weights of the contributions that counted, by member id; negative ones are of contributions that are not finite."""
 Squares = Annotated[tuple[float, ...], Field(_squares)]
 """Sums of squares, two numbers for each slice: the sum, and the rest that it lacks."""
+Proof = Annotated[bytes, Field(proof)]
+"""The proof of slices: in front the generation in which they were made, and then a code for each."""
 Numel = Annotated[int, Field(integer(0, MAX_NUMEL))]
 """A number of elements or of samples."""
 Seed = Annotated[int, Field(integer(0, MAX_SEED))]

@@ -52,6 +52,7 @@ Largest = Callable[[Floats, Offsets], None]
 Keep = Callable[[Floats, Floats, Offsets, Floats, Floats], bool]
 AddAt = Callable[[Floats, Offsets, Floats, float], None]
 Digest = Callable[[Words, Words, int], int]
+Rows = Callable[[Words, Words, Words], None]
 HandOut = Callable[[Given, Words, int, int, float], int]
 Combine = Callable[[Given, int, int, Floats, Floats, Bytes, Floats], float]
 Products = Callable[[Sequence[npt.NDArray[Any] | None], int, int, int], list[float]]
@@ -77,6 +78,8 @@ class Kernels(NamedTuple):
             which the sum of squares, about, exceeds the limit.
         digest: add up words times factors, of which there are so many, times the odd number of a row of them. The last
             argument is the place of the first word. See `gradserver.protocol.digest`.
+        rows: compute the keyed sum of each row of words, given these, the key, and room for the sums. See
+            `gradserver.protocol.keyed`.
         largest: write the offsets of the elements of largest magnitude, as many as there is room for, in their order.
         keep_largest: encode with feedback the elements of largest magnitude, of which it writes the offsets. Given are
             values, residual, offsets, room for what is kept, and working memory. False as for ``compensate_block``.
@@ -95,6 +98,7 @@ class Kernels(NamedTuple):
     average: Mapping[str, Combine] = {}
     hand_out: Mapping[str, HandOut] = {}
     digest: Digest | None = None
+    rows: Rows | None = None
     largest: Largest | None = None
     keep_largest: Keep | None = None
     keep_drawn: Keep | None = None

@@ -11,7 +11,7 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
 
-PROTOCOL_VERSION: Final = 16
+PROTOCOL_VERSION: Final = 17
 """The protocol's version. It goes up when an old peer could misread a new one."""
 
 MAX_HEADER_BYTES: Final = 64 * KIB
@@ -42,6 +42,12 @@ MAX_LIST: Final = 1024
 MAX_SLICES: Final = MAX_LIST // 2
 """Slices that one message names. In shared memory their credit is below a slice. A Result has two numbers for each."""
 
+STAMP_BYTES: Final = 8
+"""Bytes of a proof that say in which generation its slices were made."""
+CODE_BYTES: Final = 4
+"""Bytes of a proof for each slice. A wrong guess costs a member its place."""
+MAX_PROOF_BYTES: Final = STAMP_BYTES + MAX_SLICES * CODE_BYTES
+
 MAX_WORLD_SIZE: Final = 1024
 MAX_GROUPS: Final = 256
 MAX_SUBGROUPS: Final = 1024
@@ -69,11 +75,13 @@ MAX_PACE: Final = 1e15
 """Gbit/s of a link."""
 MAX_ORDER_BYTES: Final = MAX_FRAME_BYTES + MAX_HEADER_BYTES
 """Bytes that a coordinator tells a data shard at once: a plan, at most."""
-MAX_REPORT_BYTES: Final = 256 * KIB
+MAX_REPORT_BYTES: Final = 2 * MIB
 """Bytes that a data shard reports at once: a round with a digest of every bucket, at most."""
-MAX_BUCKETS: Final = 16_384
-MAX_COMPONENTS: Final = 65_536
+MAX_BUCKETS: Final = 163_840
+MAX_COMPONENTS: Final = 655_360
 """Parameters in a whole plan."""
+MAX_PLAN_BYTES: Final = 40 * MIB
+"""Bytes of a plan before it is packed. Packed, it fits into a frame."""
 MAX_DIMENSIONS: Final = 64
 MAX_NUMEL: Final = 1 << 48
 MAX_COUNTER: Final = 1 << 62

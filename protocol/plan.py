@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,15 +18,20 @@ from gradserver.protocol.dtypes import BY_CODE, FLOAT32, DType
 from gradserver.protocol.errors import InvalidArgumentError, LimitExceededError, MalformedMessageError, ProtocolError
 from gradserver.protocol.exchange import EXACT, Kind, Op, Operation, check_codec, check_reducible
 from gradserver.protocol.limits import (
+    KIB,
     MAX_BUCKETS,
     MAX_COMPONENTS,
     MAX_COUNTER,
     MAX_DIMENSIONS,
     MAX_FRAME_BYTES,
     MAX_NUMEL,
+    MAX_PLAN_BYTES,
     MAX_TEXT,
     SLICE_BYTES,
 )
+
+BUFFERS_KEY: Final = "buffers"
+"""The first part of the key of a bucket that has a module's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,21 @@ class Bucket:
                 return component
         raise InvalidArgumentError(f"bucket {self.key!r} has {self.numel} elements, there is no element {element}")
 
+    @property
+    def has_buffers(self) -> bool:
+        """True for buffers of a module, such as running statistics; false for gradients."""
+        return self.key.partition(".")[0] == BUFFERS_KEY
+
+    def tensor_at(self, element: int) -> str:
+        """Name the tensor that ``element`` belongs to, for an error: its kind and its name."""
+        kind = "buffer" if self.has_buffers else "parameter"
+        return f"{kind} {self.component_at(element).name!r}"
+
+
+_REMEDY: Final = (
+    "Wrap the module with blocks=() for fewer buckets, give its submodules shorter names, or leave parameters out "
+    "(_ddp_params_and_buffers_to_ignore)"
+)
 
 VACANT: Final = Bucket("", FLOAT32, ())
 """The bucket in a place without a section."""
@@ -126,7 +147,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.buckets) <= MAX_BUCKETS:
-            raise InvalidArgumentError(f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(self.buckets)}")
+            raise InvalidArgumentError(
+                f"a plan has 1 to {MAX_BUCKETS} buckets, this one has {len(self.buckets)}. {_REMEDY}"
+            )
         self._check_sections()
         for section in self.each:
             keys = set()
@@ -137,7 +160,9 @@ class Plan:
                 keys.add(key)
         components = sum(len(bucket.components) for bucket in self.buckets)
         if components > MAX_COMPONENTS:
-            raise InvalidArgumentError(f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}")
+            raise InvalidArgumentError(
+                f"a plan has at most {MAX_COMPONENTS} parameters, this one has {components}. {_REMEDY}"
+            )
         for bucket in self.buckets:
             if bucket.op in (Op.NONE, Op.FRAMED):
                 raise InvalidArgumentError(f"bucket {bucket.key!r} says no way to combine contributions")
@@ -223,14 +248,19 @@ class Plan:
         return Plan(self.buckets[section.first : section.first + section.size])
 
     @cached_property
-    def encoded(self) -> bytes:
-        """The plan as bytes: the same plan gives the same bytes everywhere."""
-        return _encode(self)
+    def _packed(self) -> tuple[bytes, str]:
+        columns = _encode(self)
+        return _pack(columns), hashlib.sha256(columns).hexdigest()
 
-    @cached_property
+    @property
+    def encoded(self) -> bytes:
+        """The plan as bytes."""
+        return self._packed[0]
+
+    @property
     def hash(self) -> str:
-        """The SHA-256 of the encoded plan, in hex: equal hashes mean equal plans."""
-        return hashlib.sha256(self.encoded).hexdigest()
+        """The SHA-256 of the plan's columns, in hex: equal hashes mean equal plans."""
+        return self._packed[1]
 
     def index(self, key: str) -> int:
         """Return the place of the bucket called ``key``."""
@@ -257,6 +287,10 @@ class Plan:
 #   u32 buckets, then per bucket: text key, u8 kind, u8 dtype, u8 op, u8 codec, u32 its parameter, u32 components,
 #     then per component: text name, u8 dimensions, u64 each;   text: u16 length, UTF-8
 #   and if it says which are its sections: u32 sections, then per section: u64 number, u64 since, u32 first, u32 size
+# A plan that is long travels packed: u32 0xffffffff, then the columns as zlib has them.
+_PACKED: Final = b"\xff\xff\xff\xff"
+_PLAIN_BYTES: Final = 64 * KIB
+"""Bytes of columns that are not packed."""
 
 
 def _encode(plan: Plan) -> bytes:
@@ -274,9 +308,32 @@ def _encode(plan: Plan) -> bytes:
         out += struct.pack("<I", len(plan.sections))
         for section in plan.sections:
             out += struct.pack("<QQII", *section)
-    if len(out) > MAX_FRAME_BYTES:
-        raise LimitExceededError(f"the plan encodes to {len(out)} bytes, the limit is {MAX_FRAME_BYTES}")
     return bytes(out)
+
+
+def _pack(columns: bytes) -> bytes:
+    """Return the columns of a plan as they travel. LimitExceededError if they are too long."""
+    packed = columns if len(columns) <= _PLAIN_BYTES else _PACKED + zlib.compress(columns, 1)
+    for size, limit, what in (
+        (len(columns), MAX_PLAN_BYTES, "encodes"),
+        (len(packed), MAX_FRAME_BYTES, "can be packed"),
+    ):
+        if size > limit:
+            raise LimitExceededError(f"the plan {what} to {size} bytes, the limit is {limit}. {_REMEDY}")
+    return packed
+
+
+def _unpack(data: bytes | memoryview) -> bytes | memoryview:
+    """Return the columns of a plan. No more memory is taken than a plan may have, however they were packed."""
+    if bytes(data[: len(_PACKED)]) != _PACKED:
+        return data
+    inflating = zlib.decompressobj()
+    columns = inflating.decompress(data[len(_PACKED) :], MAX_PLAN_BYTES + 1)
+    if len(columns) > MAX_PLAN_BYTES:
+        raise LimitExceededError(f"a packed plan of more than {MAX_PLAN_BYTES} bytes, which is the limit")
+    if not inflating.eof or inflating.unused_data:
+        raise MalformedMessageError(f"a packed plan of {len(data)} bytes that is cut off, or has bytes behind its end")
+    return columns
 
 
 def _text(value: str) -> bytes:
@@ -327,12 +384,19 @@ class _Reader:
         return piece
 
 
-def decode_plan(data: bytes | memoryview) -> Plan:
-    """Return the plan in ``data``. A ProtocolError says what is wrong with bytes that hold none."""
+def decode_plan(data: bytes | memoryview, known: Iterable[Plan] = ()) -> Plan:
+    """Return the plan in ``data``, one of the ``known`` if it is that.
+
+    A ProtocolError says what is wrong with bytes that hold none.
+    """
     if len(data) > MAX_FRAME_BYTES:
         raise LimitExceededError(f"a plan of {len(data)} bytes, the limit is {MAX_FRAME_BYTES}")
-    reader = _Reader(data)
     try:
+        columns = _unpack(data)
+        digest = hashlib.sha256(columns).hexdigest()
+        if (same := next((plan for plan in known if plan.hash == digest), None)) is not None:
+            return same
+        reader = _Reader(columns)
         (count,) = reader.unpack("<I")
         if count > MAX_BUCKETS:
             raise LimitExceededError(f"a plan of {count} buckets, the limit is {MAX_BUCKETS}")
@@ -342,7 +406,7 @@ def decode_plan(data: bytes | memoryview) -> Plan:
         return Plan(buckets, sections)
     except ProtocolError:
         raise
-    except (ValueError, KeyError) as error:  # bad UTF-8, an unknown code, or an impossible plan
+    except (ValueError, KeyError, zlib.error) as error:  # bad UTF-8, an unknown code, or an impossible plan
         raise MalformedMessageError(f"no valid plan: {error}") from error
 
 

@@ -22,11 +22,12 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.declared import named
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError, ProtocolError, VersionMismatchError
 from gradserver.protocol.exchange import ExchangeKey
-from gradserver.protocol.fields import LAST_STREAM, MAX_TOTAL, weights
+from gradserver.protocol.fields import LAST_STREAM, MAX_TOTAL, proof, weights
 from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_HEADER_BYTES,
     MAX_LIST,
+    MAX_PROOF_BYTES,
     MAX_TEXT,
     MAX_WEIGHT,
     MAX_WORLD_SIZE,
@@ -79,8 +80,10 @@ def encode(message: Message) -> bytes:
             values = (*values, message.slices, message.place)
     elif isinstance(message, Result):
         shared = message.placed or message.slices != 1
-        if message.squares:
+        if message.proof:
             values = message
+        elif message.squares:
+            values = message[:11]
         elif message.nonfinite:
             values = message[:10]
         elif message.weights:
@@ -183,7 +186,7 @@ def _quick_push(values: list[Any]) -> Push | None:
 
 def _quick_result(values: list[Any]) -> Result | None:
     count = len(values)
-    if count == 11:
+    if count in (11, 12):
         return _quick_mean(values)
     if count != 4 and (count != 5 or values[4] is not True) and (count != 9 or values[4:8] != [1, False, False, []]):
         return None
@@ -196,12 +199,12 @@ def _quick_result(values: list[Any]) -> Result | None:
     if type(present) is not bool or (count == 9 and (type(values[4]) is not int or values[5] is not False)):
         return None
     counted = weights(values[8]) if count == 9 else ()
-    return _new(Result, (exchange, index, weight, present, 1, False, count == 5, (), counted, (), ()))
+    return _new(Result, (exchange, index, weight, present, 1, False, count == 5, (), counted, (), (), b""))
 
 
 def _quick_mean(values: list[Any]) -> Result | None:
     """Read the result of one slice of a bucket's mean, of which nothing is missing."""
-    key, index, weight, present, slices, placed, over, without, counted, nonfinite, squares = values
+    key, index, weight, present, slices, placed, over, without, counted, nonfinite, squares = values[:11]
     exchange = _quick_key(key)
     if exchange is None or not (
         type(index) is int and 0 <= index <= MAX_COUNTER and type(weight) is float and 0.0 <= weight <= MAX_TOTAL
@@ -220,7 +223,8 @@ def _quick_mean(values: list[Any]) -> Result | None:
     if not (type(first) is type(rest) is float and first >= 0.0):
         return None
     own = weights(counted) if counted else ()
-    return _new(Result, (exchange, index, weight, present, 1, False, over, (), own, (), (first, rest)))
+    shown = proof(values[11]) if len(values) == 12 else b""
+    return _new(Result, (exchange, index, weight, present, 1, False, over, (), own, (), (first, rest), shown))
 
 
 def _quick_key(value: Any) -> ExchangeKey | None:
@@ -250,7 +254,7 @@ def _unpack(header: bytes) -> tuple[int, list[Any]]:
             raw=False,
             strict_map_key=True,
             max_str_len=4 * MAX_TEXT,
-            max_bin_len=0,
+            max_bin_len=MAX_PROOF_BYTES,
             max_ext_len=0,
             max_array_len=MAX_LIST,
             max_map_len=64,

@@ -40,6 +40,7 @@ from gradserver.protocol.messages import (
     Scope,
     Welcome,
 )
+from gradserver.protocol.messages.data import made_in
 from gradserver.protocol.messages.recovery import (
     Fetch,
     Held,
@@ -184,6 +185,8 @@ class Durable(Member):
     """True if it has yet to say what it holds."""
     kept: dict[tuple[int, int], tuple[int, Outcome, tuple[float, ...]]] = field(default_factory=dict)
     """Results of buckets, by part and slice: the round, the bytes, and the weights that counted."""
+    proven: dict[tuple[ExchangeKey, int], Result] = field(default_factory=dict)
+    """Results as they were told, by slice."""
     fresh: set[int] = field(default_factory=set)
     """Tasks that it has said nothing about since Standing."""
     among: dict[ExchangeKey, tuple[int, ...]] = field(default_factory=dict)
@@ -254,9 +257,9 @@ class Durable(Member):
             case Fetch(version, key, index):
                 assert version == self.version
                 assert not self.holding
-                (weight, kept), weights = self.result(key, index)
+                (_, kept), _ = self.result(key, index)
                 assert isinstance(self.cluster, Crashing)
-                self.cluster.say(self, Held(version, key, index, weight, kept is not None, weights=weights), kept)
+                self.cluster.say(self, self.held(version, key, index), kept)
                 return
             case Result(key, index, weight):
                 (task,) = [task for task in self.tasks if task.key == key]
@@ -264,6 +267,7 @@ class Durable(Member):
                 assert index < task.sent or not self.standing, "a result before the contribution"
                 assert not self.holding, "a result behind Resumed"
                 assert task.error is None, "a result after the failure"
+                self.proven[key, index] = message
                 takes = self.gets(task, index) or task.operation.kind in PORTIONED
                 task.answers[index] = weight, payload if takes else None
                 if key.stream == Stream.BUCKET:
@@ -318,11 +322,18 @@ class Durable(Member):
                 return outcome, weights
         raise AssertionError((self.member_id, key, index))
 
+    def held(self, version: int, key: ExchangeKey, index: int) -> Held:
+        """Return what it says with the result that it keeps: as it was told."""
+        (weight, kept), weights = self.result(key, index)
+        said = self.proven[key, index]
+        return Held(version, key, index, weight, kept is not None, said.without, weights, said.squares, said.proof)
+
     def spans(self) -> Iterator[Span]:
         """Yield what it holds, slice by slice."""
         for (part, index), (number, _, weights) in self.kept.items():
             if number >= self.round - 1:
-                yield Span(State.HELD, bucket(number, part), index, index + 1, weights)
+                made = made_in(self.proven[bucket(number, part), index].proof)
+                yield Span(State.HELD, bucket(number, part), index, index + 1, weights, 0, made)
         for task in self.history:
             if task.key.stream == Stream.BUCKET:
                 continue
@@ -335,7 +346,8 @@ class Durable(Member):
                     yield Span(State.OVER, task.key, index, index + 1)
                     continue
                 state = State.HELD if index in task.answers else State.LACKING
-                yield Span(state, task.key, index, index + 1, (), self.size(task, index))
+                made = made_in(self.proven[task.key, index].proof) if index in task.answers else 0
+                yield Span(state, task.key, index, index + 1, (), self.size(task, index), made)
 
     def size(self, task: Task, index: int) -> int:
         """Return the bytes of the result of a slice, which it keeps or lacks."""

@@ -17,7 +17,7 @@ from gradserver.protocol.declared import fields_of
 from gradserver.protocol.dtypes import BY_CODE
 from gradserver.protocol.errors import GradServerError, MalformedMessageError, NonFiniteError, WorkerLostError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
-from gradserver.protocol.limits import MAX_BUCKETS, MAX_COUNTER, MAX_LIST, MAX_NUMEL, MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_BUCKETS, MAX_COUNTER, MAX_LIST, MAX_NUMEL, MAX_PROOF_BYTES, MAX_WORLD_SIZE
 from gradserver.protocol.means import Mean, mean_of
 from gradserver.protocol.message_family import message as message_family
 from gradserver.protocol.messages import Message, Place, Push, Result, Scope
@@ -79,6 +79,7 @@ _ranks: Final = st.integers(-1, MAX_WORLD_SIZE - 1)
 _texts: Final = st.lists(st.text(max_size=20), max_size=5).map(tuple)
 _figures: Final = st.floats(allow_nan=False, allow_infinity=False)
 _of_types: Final[dict[Any, Strategy]] = {
+    bytes: st.binary(max_size=40) | st.just(bytes(MAX_PROOF_BYTES)),
     ExchangeKey: st.builds(
         ExchangeKey, st.sampled_from([int(s) for s in Stream]), _counters, _counters, _ranks, _ranks
     ),

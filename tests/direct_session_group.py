@@ -51,7 +51,7 @@ class DirectNode(Node):
                 self.group.voids[number].add(self.uid)
                 boundaries.refuse(commit.first)
                 self._dawdle(chance)
-        boundaries.begin_again()
+            boundaries.begin_again()
         super()._exchange(act, chance)
 
     def _reduce(self, act: Act, number: int, chance: Random) -> None:

@@ -34,12 +34,14 @@ from gradserver.protocol.exchange import (
     Stream,
     layout_of,
 )
+from gradserver.protocol.keyed import keyed_hash
 from gradserver.protocol.messages import (
     Agreed,
     Failure,
     Join,
     Leave,
     Message,
+    Notice,
     Propose,
     Push,
     Result,
@@ -151,6 +153,16 @@ def reference(reduce: Reduce) -> bytes | tuple[bytes, ...] | NonFinite | Sifted:
         return (out / total if reduce.operation.op is Op.MEAN else out).tobytes()
 
 
+def hashes_of(reduce: Reduce, done: object) -> list[bytes]:
+    """Return the keyed hashes of the slices of a result, if they are wanted."""
+    payload = done.payload if isinstance(done, Sifted) else done
+    if reduce.hashes is None or not isinstance(payload, bytes):
+        return []
+    whole = reduce.operation.kind in JOINED or reduce.operation.is_lossy
+    step = len(payload) if whole else reduce.each * reduce.nbytes // reduce.numel
+    return [keyed_hash(payload[at : at + step], reduce.hashes.key) for at in range(0, len(payload), step)]
+
+
 def _sifted(reduce: Reduce) -> bytes | Sifted:
     """Reduce slice by slice, without contributions that are not finite, or without a result."""
     findings, parts = [], []
@@ -240,7 +252,17 @@ class Harness:
                 memoryview(target)[: len(done)] = done
         told = done if reduce.keep or isinstance(done, NonFinite | Sifted) else None
         found = measured(reduce, done) if self.compares and isinstance(done, bytes) else ()
-        return self.feed(Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told, measured=found))
+        return self.feed(
+            Reduced(
+                reduce.group,
+                reduce.epoch,
+                reduce.key,
+                reduce.slice,
+                told,
+                measured=found,
+                hashes=hashes_of(reduce, done),
+            )
+        )
 
     def receive(self, connection: int, message: Message, *payloads: Buffer) -> list[Command]:
         return self.feed(Received(connection, message, payloads))
@@ -351,7 +373,7 @@ class Harness:
 
     def refusal(self, connection: int) -> GradServerError:
         """Return the error that ``connection`` was refused with."""
-        messages = [message for message, _ in self.inbox.pop(connection, [])]
+        messages = [message for message, _ in self.inbox.pop(connection, []) if not isinstance(message, Notice)]
         assert connection in self.closed
         assert len(messages) == 1, messages
         assert isinstance(messages[0], Failure)

@@ -508,7 +508,10 @@ class Group:
         self._check_times()
 
     def _check_errors(self) -> None:
-        """Check that no worker that contributed has failed."""
+        """Check that no worker that contributed has failed, and that one which was about to join has done so again."""
+        for node in [*self.nodes, *self.dead]:
+            if node.worker is not None and isinstance(node.error, LeftOutError):
+                assert node.stage is not Stage.JOINING, f"{node.name} was left out when it joined: {node.error}"
         for node in self.nodes:
             if node.finished or (node.counts and not self._is_outlived(node)):
                 assert node.error is None, f"{node.name} failed: {node.error}"

@@ -285,7 +285,8 @@ class Hosts(Processes):
         if self.residuals is not None and not process:
             self.residuals.provide(reduce)
         done = reducer.reduce(reduce)
-        return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done))
+        hashes = () if reduce.hashes is None else reduce.hashes.found
+        return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, done, hashes=hashes))
 
 
 class World:

@@ -38,7 +38,6 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.recovery import (
     Fetch,
-    Held,
     Holding,
     Resume,
     Resumed,
@@ -52,7 +51,7 @@ from gradserver.protocol.shards import Share, Table
 from tests import receivers
 from tests.crash_harness import CrashError, Crashing, Durable, Fused, steady
 from tests.elastic_harness import Giver, Member, Step, state
-from tests.engine_harness import TIMEOUT, Task, proposal, reference
+from tests.engine_harness import TIMEOUT, Task, hashes_of, proposal, reference
 
 LINKS = (0.0, 1e-4, 3e-4, 1e-3)
 """Rates of members' links in Gbit/s: slices are as large as they may be, or of one to a few elements."""
@@ -152,7 +151,9 @@ class Processes(Fused):
         if process and process not in self.minds:
             return []
         told = done if reduce.keep or isinstance(done, Sifted) else None
-        return self.feed_at(process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
+        return self.feed_at(
+            process, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told, hashes=hashes_of(reduce, done))
+        )
 
     def wait(self, seconds: float) -> list[object]:  # type: ignore[override]
         self.now += seconds
@@ -291,14 +292,14 @@ class Spread(Durable):
                     elif task.key == key and isinstance(message, Failure):
                         task.error = message.exception()
             case Fetch(version, key, index):
-                (weight, kept), weights = self.result(key, index)
-                held = Held(version, key, index, weight, kept is not None, weights=weights)
-                self.spread.say_to(self, place, held, kept)
+                (_, kept), _ = self.result(key, index)
+                self.spread.say_to(self, place, self.held(version, key, index), kept)
             case Result(key, index, weight):
                 (task,) = [task for task in self.tasks if task.key == key]
                 assert self.spread.share(task).shard_of(index) == place
                 assert index not in task.answers, "a second result for one slice"
                 assert self.said.get(place) == self.heard.get(place), "a result behind Resumed"
+                self.proven[key, index] = message
                 task.answers[index] = weight, payload if self.gets(task) else None
                 if key.stream == Stream.BUCKET:
                     bad = {member_id for member_id, own in enumerate(message.weights) if own < 0}

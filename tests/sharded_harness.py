@@ -20,7 +20,7 @@ from gradserver.protocol.exchange import ExchangeKey, Operation
 from gradserver.protocol.messages import Attend, Attended, Enlist, Failure, Leave, Message, Push, Welcome
 from gradserver.protocol.plan import Plan
 from tests import receivers
-from tests.engine_harness import SEATS, Array, Harness, reference
+from tests.engine_harness import SEATS, Array, Harness, hashes_of, reference
 
 PRIMARY = "tcp://10.0.0.1:7411"
 LINK = 1
@@ -122,7 +122,9 @@ class ShardedHarness(Harness):
         shard = self.places.pop(id(reduce))
         done = reference(reduce) if outcome is None else outcome
         told = done if reduce.keep or isinstance(done, NonFinite | Sifted) else None
-        return self.feed_at(shard, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told))
+        return self.feed_at(
+            shard, Reduced(reduce.group, reduce.epoch, reduce.key, reduce.slice, told, hashes=hashes_of(reduce, done))
+        )
 
     def wait(self, seconds: float) -> list[Command]:
         self.now += seconds

@@ -119,6 +119,7 @@ class Latecomer(Spread):
             case Result(key=key, slice=index):
                 assert key.stream == Stream.BUCKET
                 self.unasked[key, index] = (message.weight, payload), message.weights
+                self.proven[key, index] = message
                 self.catch_up()
             case Resumed() if place == 0:
                 assert self.first >= 0, "a worker that holds nothing is asked what it holds"

@@ -165,7 +165,7 @@ class Module:
     @cached_property
     def logic(self) -> int:
         """Lines of logic: neither blank lines nor docstrings, comments or imports."""
-        skipped = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        skipped: list[ast.stmt] = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         skipped += [first for node in self.nodes if (first := _docstring(node))]
         left_out = {line for node in skipped for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
         lines = ((number, line.strip()) for number, line in enumerate(self.text.splitlines(), 1))

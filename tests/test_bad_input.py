@@ -453,7 +453,7 @@ ROGUISH: dict[str, tuple[list[list[bytes]], type[GradServerError], str]] = {
     "mean of integers": (
         [begin(Operation(Kind.ALL_REDUCE, Op.MEAN, BY_NAME["int32"], 3), 12)],
         GradServerError,
-        "the mean of int32 is not a int32",
+        "the mean of int32 is not an int32",
     ),
     "root that is not there": (
         [begin(Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 3, 9), 12)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 import gradserver
 from gradserver import DistributedDataParallel, SyncBatchNorm
+from gradserver.protocol.errors import DisagreementError
 from gradserver.worker.client import Worker
 from tests.cluster import AMONG_MEMBERS, Gather, together
-from tests.models import Convolutional, images
+from tests.models import Convolutional, images, seeded
 from tests.replicas import alone, gradients, on, same
 
 torch.set_num_threads(1)
@@ -126,3 +128,95 @@ def test_conversion_keeps_parameters_and_a_copy_is_a_plain_one() -> None:
         assert module[1] is norm
 
     alone(work)
+
+
+class Elementary(nn.BatchNorm1d):
+    """BatchNorm of elementary operations: third derivatives of torch's own are not right."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean, variance = inputs.mean((0, 2), keepdim=True), inputs.var((0, 2), unbiased=False, keepdim=True)
+        normal = (inputs - mean) * (variance + self.eps).rsqrt()
+        return normal * self.weight[:, None] + self.bias[:, None] if self.affine else normal
+
+
+def of_order(order: int, model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Return a loss made of derivatives of the output by the inputs, up to one below ``order``."""
+    inputs = inputs.clone().requires_grad_()
+    loss = model(inputs).square().sum()
+    for _ in range(order - 1):
+        (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        loss = loss + slope.square().sum()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("order", "options", "cuts"),
+    [
+        (2, {}, [0, 1, 4, 10]),
+        (2, {}, [0, 10, 10, 10]),
+        (2, {"affine": False}, [0, 0, 4, 10]),
+        (3, {}, [0, 1, 4, 10]),
+    ],
+    ids=str,
+)
+def test_derivatives_of_derivatives_are_those_of_the_whole_batch(
+    order: int, options: dict[str, Any], cuts: list[int]
+) -> None:
+    """Test losses with a gradient in them: penalties, and forces. Some workers may have no row at all."""
+    rows = torch.randn(10, 3, 2, generator=torch.Generator().manual_seed(5)).double()
+
+    def network(norm: type[nn.BatchNorm1d] = nn.BatchNorm1d) -> nn.Sequential:
+        parts = (nn.Conv1d(3, 4, 1), norm(4, **options), nn.Tanh(), norm(4), nn.Conv1d(4, 1, 1))
+        made = nn.Sequential(*parts)
+        seeded(made, 3)
+        return made.double()
+
+    expected = network(Elementary)
+    of_order(order, expected, rows).backward()  # type: ignore[no-untyped-call]
+
+    def work(worker: Worker) -> dict[str, Tensor]:
+        module = gradserver.convert_sync_batchnorm(network(), worker)
+        model = DistributedDataParallel(module, worker, find_unused_parameters=worker.world_size > 2)
+        begin, end = cuts[worker.rank : worker.rank + 2]
+        of_order(order, model, rows[begin:end]).backward()  # type: ignore[no-untyped-call]
+        return gradients(module)
+
+    for there in on(3, work):
+        for name, gradient in gradients(expected).items():
+            torch.testing.assert_close(3 * there[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_a_penalty_in_eval_mode_is_that_of_one_process() -> None:
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(5))
+
+    def network() -> nn.Module:
+        made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        seeded(made, 3)
+        return made.eval()
+
+    expected = network()
+    of_order(2, expected, rows).backward()  # type: ignore[no-untyped-call]
+
+    def work(worker: Worker) -> dict[str, Tensor]:
+        model = DistributedDataParallel(gradserver.convert_sync_batchnorm(network(), worker), worker)
+        of_order(2, model, rows[worker.rank :: 2]).backward()  # type: ignore[no-untyped-call]
+        return gradients(model.module)
+
+    for there in on(2, work):
+        for name, gradient in gradients(expected).items():
+            torch.testing.assert_close(2 * there[name], gradient, msg=name)
+
+
+def test_workers_that_differentiate_other_graphs_are_told_so() -> None:
+    def work(worker: Worker) -> None:
+        network = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4))
+        module = gradserver.convert_sync_batchnorm(network, worker)
+        rows = torch.randn(5, 4).requires_grad_()
+        hidden = module[0](rows)  # type: ignore[index]
+        output = module[2](hidden.tanh())
+        (slope,) = torch.autograd.grad(output.square().sum(), rows, create_graph=True)
+        (inner,) = torch.autograd.grad(output.square().sum(), hidden, create_graph=True)
+        (inner if worker.rank else slope).square().sum().backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(DisagreementError, match="other graphs|all_reduce"):
+        on(2, work)

@@ -150,6 +150,16 @@ SMALL = ("--parameters", "100K", "--context", "32", "--steps", "3", "--repetitio
 
 
 @pytest.mark.long
+def test_parameters_are_counted_beside_torch_and_in_threads() -> None:
+    rows = document("parameters", "--counts", "5,60", "--repetitions", "2")["rows"]
+    found = [(row["parameters"], row["variant"]) for row in rows]
+    ways = ("gradserver", "ddp", "none", "LocalCluster")
+    assert found == [(count, way) for count in (5, 60) for way in ways]
+    assert not any(row["wrong"] for row in rows)
+    assert all(row["time_s"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.long
 def test_train_says_what_is_exposed_and_what_was_learnt(tmp_path: Path) -> None:
     picture = tmp_path / "train.png"
     names = "tcp/int8,direct,shm,ddp,ddp/bf16,ddp/powersgd"
@@ -409,7 +419,10 @@ def owner_lives(name: str) -> bool:
         ),
         (["codecs", "--wire", "topk,topk:0.01"], "'topk,topk:0.01' contains a value twice"),
         (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
-        (["train", "--contenders", "ring/fp32"], "'ring/fp32' is no contender: write WAY/WIRE with tcp, shm, direct"),
+        (
+            ["train", "--contenders", "ring/fp32"],
+            "'ring/fp32' is not a contender: write WAY/WIRE with tcp, shm, direct",
+        ),
         (["train", "--contenders", "ddp/int8"], "torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK"),
         (["train", "--parameters", "25X"], "'25X' is not a number of parameters: write 25M (10K to 10G)"),
     ],

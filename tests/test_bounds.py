@@ -480,7 +480,8 @@ def fetching(*spans: Span, lacking: Span | None = None) -> Group:
 
 def say_held(group: Group, rank: int, key: ExchangeKey, payload: bytes) -> None:
     generation = group.harness.engine.control.groups["default"].recovery.generation
-    group.harness.receive(BACK + rank, Held(generation, key, 0, 2.0, True), payload)
+    held = group.prove(Held(generation, key, 0, 2.0, True), payload)
+    group.harness.receive(BACK + rank, held, payload)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -12,9 +12,10 @@ from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutE
 from gradserver.protocol.exchange import Op
 from gradserver.tools.demo.model import GPT
 from gradserver.tools.demo.settings import Settings
-from gradserver.worker.torch_ddp.buckets import GradientBucket, buffer_buckets, memory_order
+from gradserver.worker.torch_ddp.buckets import GradientBucket, bring, buffer_buckets, hand_out, memory_order
 from gradserver.worker.torch_ddp.grouping import Group, find_blocks, group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
+from gradserver.worker.torch_ddp.module_buffers import exchanged_buffers
 from tests.models import Block, Convolutional, Transformer
 
 torch.set_num_threads(1)
@@ -192,7 +193,7 @@ def test_gradient_becomes_a_view_of_the_bucket() -> None:
     first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))
     bucket = bucket_of(first, second)
     first.grad, second.grad = torch.full((2, 3), 1.0), torch.full((4,), 2.0)
-    assert [slot.take(as_view=True) for slot in bucket.slots] == [True, True]
+    assert bring(bucket.slots, as_view=True) == [True, True]
     assert bucket.flat.tolist() == [1.0] * 6 + [2.0] * 4
     bucket.flat.fill_(7.0)
     assert first.grad.tolist() == [[7.0] * 3] * 2
@@ -203,14 +204,14 @@ def test_gradient_of_its_own_is_copied_in_and_out() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     (slot,) = (bucket := bucket_of(parameter)).slots
     parameter.grad = own = torch.ones(2)
-    slot.take(as_view=False)
+    bring((slot,), as_view=False)
     bucket.flat.mul_(3.0)
     assert parameter.grad is own
     assert own.tolist() == [1.0, 1.0]
-    slot.give(as_view=False)
+    hand_out((slot,), as_view=False)
     assert own.tolist() == [3.0, 3.0]
     parameter.grad = None
-    slot.give(as_view=False)
+    hand_out((slot,), as_view=False)
     given: Any = parameter.grad
     assert given.tolist() == [3.0, 3.0]
     assert given.data_ptr() != bucket.flat.data_ptr()
@@ -265,7 +266,7 @@ def test_bucket_makes_room_for_gradients_that_lie_in_it() -> None:
     bucket.vacate(new_memory)
     assert not made
     for value in (1.0, 2.0, 3.0):
-        bucket.slots[0].give(as_view=True)
+        hand_out(bucket.slots, as_view=True)
         grad: Any = parameter.grad
         grad.fill_(value)  # accumulated where the last result was
         bucket.vacate(new_memory)
@@ -283,7 +284,7 @@ def test_missing_gradient_is_zeros() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     (slot,) = (bucket := bucket_of(parameter)).slots
     bucket.flat.fill_(5.0)
-    assert slot.take(as_view=True) is False
+    assert bring((slot,), as_view=True) == [False]
     assert bucket.flat.tolist() == [0.0, 0.0]
     assert parameter.grad is None
 
@@ -292,7 +293,7 @@ def test_missing_gradient_is_zeros() -> None:
 def test_element_types(dtype: torch.dtype) -> None:
     bucket = bucket_of(parameter := nn.Parameter(torch.zeros(3, dtype=dtype)))
     parameter.grad = torch.ones(3, dtype=dtype)
-    bucket.slots[0].take(as_view=True)
+    bring(bucket.slots, as_view=True)
     assert bucket.flat.tolist() == [1.0] * 3
     assert bucket.spec.dtype.name == str(dtype).removeprefix("torch.")
 
@@ -305,7 +306,7 @@ def test_gradient_has_the_strides_of_its_parameter() -> None:
     assert bucket.spec.components[0].shape == (4, 2, 2, 3)
     gradient = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     parameter.grad = gradient.clone()
-    bucket.slots[0].take(as_view=True)
+    bring(bucket.slots, as_view=True)
     assert parameter.grad.stride() == parameter.stride()
     assert torch.equal(parameter.grad, gradient)
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4):
@@ -327,9 +328,9 @@ def test_gradient_whose_memory_was_swapped_is_taken_anew() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     (slot,) = (bucket := bucket_of(parameter)).slots
     parameter.grad = torch.ones(2)
-    slot.take(as_view=True)
+    bring((slot,), as_view=True)
     parameter.grad.data = torch.full((2,), 9.0)  # as Module.to() does it
-    slot.take(as_view=True)
+    bring((slot,), as_view=True)
     assert bucket.flat.tolist() == [9.0, 9.0]
     assert parameter.grad.data_ptr() == bucket.flat.data_ptr()
 
@@ -339,17 +340,17 @@ def test_module_converted_after_wrapping_is_refused() -> None:
     bucket = bucket_of(nn.Parameter(module.weight))
     module.weight = bucket.slots[0].parameter
     module.weight.grad = torch.ones(2, 2)
-    bucket.slots[0].take(as_view=True)
+    bring(bucket.slots, as_view=True)
     module.to(torch.float64)
     with pytest.raises(DTypeError, match="'p0' is torch.float64.*before wrapping"):
-        bucket.slots[0].take(as_view=True)
+        bring(bucket.slots, as_view=True)
 
 
 def test_sparse_gradient_is_refused() -> None:
     bucket = bucket_of(parameter := nn.Parameter(torch.zeros(2, 2)))
     parameter.grad = torch.eye(2).to_sparse()
     with pytest.raises(LayoutError, match="'p0' is sparse_coo"):
-        bucket.slots[0].take(as_view=True)
+        bring(bucket.slots, as_view=True)
 
 
 # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────
@@ -357,7 +358,7 @@ def test_sparse_gradient_is_refused() -> None:
 
 def test_buffers_are_packed_by_element_type() -> None:
     module = Convolutional()
-    floats, counts = buffer_buckets(module)
+    floats, counts = buffer_buckets(exchanged_buffers(module, ()))
     assert [bucket.spec.key for bucket in (floats, counts)] == ["buffers.float32", "buffers.int64"]
     assert [c.name for c in floats.spec.components] == ["norm.running_mean", "norm.running_var"]
     assert floats.spec.op is counts.spec.op is Op.FIRST
@@ -372,7 +373,7 @@ def test_buffers_are_packed_by_element_type() -> None:
 def test_buffer_that_was_assigned_to_is_found() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.zeros(2))
-    (bucket,) = buffer_buckets(module)
+    (bucket,) = buffer_buckets(exchanged_buffers(module, ()))
     bucket.place(torch.empty(2))
     module.table = torch.ones(2)
     bucket.pack()
@@ -383,7 +384,7 @@ def test_buffer_that_was_assigned_to_is_found() -> None:
 def test_buffer_that_changed_its_shape_is_named(value: torch.Tensor | None) -> None:
     inner = nn.Module()
     inner.register_buffer("table", torch.zeros(2))
-    (bucket,) = buffer_buckets(nn.Sequential(inner))
+    (bucket,) = buffer_buckets(exchanged_buffers(nn.Sequential(inner), ()))
     bucket.place(torch.empty(2))
     inner.register_buffer("table", value)
     with pytest.raises(SizeMismatchError, match=r"'0.table' had shape \(2,\)"):

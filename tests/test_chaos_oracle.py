@@ -447,7 +447,7 @@ def test_a_wrong_sum_in_a_sub_group() -> None:
     only(in_halves(lambda line: plus(line, "cyd")), "fault", f"{where} cyd 2 times")
     only(in_halves(lambda line: plus(line, "bob")), "fault", f"{where} another worker 1 times")
     only(in_halves(lambda line: line.update(half_sum=[0] * tally.LENGTH)), "fault", f"{where} ada 0 times, cyd 0 times")
-    only(in_halves(lambda line: line.update(half_sum=[1])), "fault", "the sub-group of bob, dan: it is no tally")
+    only(in_halves(lambda line: line.update(half_sum=[1])), "fault", "the sub-group of bob, dan: it is not a tally")
 
 
 def test_members_of_a_sub_group_with_different_sums_or_members() -> None:
@@ -477,7 +477,7 @@ def test_a_member_that_is_lost_in_a_sub_group_counts_or_does_not(counts: bool) -
     only(changed(lambda total: total + eve), "fault", f"behind round {EVERY}, a sum: it has another worker 1 times")
     earlier = tally.tally("bob", EVERY - 1)
     only(changed(lambda total: total - bob + earlier), "fault", "but with values of another round")
-    only(changed(lambda total: total[:3]), "fault", "a sum: it is no tally")
+    only(changed(lambda total: total[:3]), "fault", "a sum: it is not a tally")
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -51,7 +51,7 @@ def plan_of(workload: Workload) -> tuple[Plan, list[list[int]]]:
     module = nn.Module()
     for vector, size in enumerate(generator.SIZES):
         module.register_parameter(f"{vector}", nn.Parameter(torch.zeros(size)))
-    fragments = make_fragments(module, workload.fragments, False)
+    fragments = make_fragments(module, workload.fragments, ())
     outer = description(make_outer(workload.outer, list(module.parameters())))
     plans = [with_codec(one.proposal(outer, None), codec) for one in fragments]
     sections = tuple(Section(number, 0, 2 * number, 2) for number in range(len(plans)))

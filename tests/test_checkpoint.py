@@ -86,7 +86,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
-        with pytest.raises(StateError, match="f is no whole checkpoint: it (has|says).*. Load another one"):
+        with pytest.raises(StateError, match="f is not a whole checkpoint: it (has|says).*. Load another one"):
             read(file)
     file.write_bytes(whole + b"\0")
     with pytest.raises(StateError, match=f"it says that it has {len(whole)} bytes, and has {len(whole) + 1}"):
@@ -102,7 +102,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
             damaged = bytearray(whole)
             damaged[at] ^= damage
             file.write_bytes(damaged)
-            with pytest.raises(StateError, match="f is no whole checkpoint: "):
+            with pytest.raises(StateError, match="f is not a whole checkpoint: "):
                 read(file)
 
 
@@ -113,7 +113,7 @@ def test_tails_of_zeros_are_noticed(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for length in range(0, len(whole) - 1, 7):
         file.write_bytes(whole[:length] + bytes(len(whole) - length))
-        with pytest.raises(StateError, match="f is no whole checkpoint: "):
+        with pytest.raises(StateError, match="f is not a whole checkpoint: "):
             read(file)
 
 

@@ -150,7 +150,7 @@ def test_what_is_no_address_is_a_mistake_in_the_command(
 def test_address_that_cannot_be_listened_on_is_one_line(
     bind: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--bind", bind]) == 1
+    assert main(["serve", "--bind", bind]) == (2 if "nowhere" in bind else 1)
 
     out, err = capsys.readouterr()
     assert out == ""
@@ -221,7 +221,7 @@ def test_status_of_a_group_at_work_shows_members_round_and_rates(capsys: pytest.
         for task in tasks:
             task.result()
 
-    assert "group 'default': active, 2 of 2 workers, epoch 1" in text
+    assert "group 'default': active, 2 of 2 workers, membership epoch 1" in text
     rates = re.search(r"round (\d+), ([\d.]+) rounds/s, ([\d.]+) MB/s in, ([\d.]+) MB/s out", text)
     assert rates is not None
     rounds, inwards, outwards = (float(rates[index]) for index in (2, 3, 4))
@@ -244,7 +244,7 @@ def test_status_shows_missing_workers_and_what_is_in_flight(capsys: pytest.Captu
         for handle in handles:
             handle.wait()
 
-    assert re.search(r"open for \d+\.\d s: bucket 'b0' of round 1; missing: 'w1' \(rank 1\)$", text, re.M)
+    assert re.search(r"^  waits for 'w1' \(rank 1\): \d+\.\d s so far, in round 1$", text, re.M)
     assert re.search(r"w1 +0\.0 MB", text)
     assert "round 1, 0.0 rounds/s" in text
 
@@ -268,8 +268,25 @@ def test_status_shows_the_plane_its_reason_and_the_devices(
 
     assert "  plane: tcp, because 'w1' has no CUDA device\n" in text
     assert "  devices: 1 × NVIDIA H100 (80 GiB), 1 × CPU, heterogeneous, on 2 hosts\n" in text
-    assert re.search(r"rank +worker +in flight +last round +device +channel\n", text)
+    assert re.search(r"rank +worker +no result yet +device +channel\n", text)
     assert re.search(r"0 +w0 +0\.0 MB +NVIDIA H100 +tcp\n +1 +w1 +0\.0 MB +CPU +shm\n", text)
+
+
+def test_watch_shows_the_status_again_until_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradserver.status.time.sleep", pause)
+    with coordinator() as server:
+        assert main(["status", server.url, "--watch", "0.5"]) == 0
+    assert pauses == [0.5] * 3
+    assert capsys.readouterr().out.count("no groups: no worker is connected") == 2
 
 
 def test_status_shows_what_broke_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +310,8 @@ def test_status_as_json_is_one_snapshot(capsys: pytest.CaptureFixture[str]) -> N
     assert snapshot["url"] == server.url
     assert (group["state"], group["world_size"], group["round"]) == ("active", 2, 1)
     assert [member.pop("offer")["channel"] for member in group["members"]] == ["shm", "shm"]
+    for member in group["members"]:
+        member.pop("held_up", None)  # of one of them
     alike = {"norm_ratio": 1.0, "cosine": 1.0, "off": None}
     assert [member.pop("gradients") for member in group["members"]] == [alike, alike]
     assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
@@ -358,15 +377,15 @@ def test_a_group_that_is_not_allowed_is_refused_with_what_to_do() -> None:
 
 
 def test_workers_of_a_group_that_groups_does_not_name_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--workers", "1", "--groups", "mine"]) == 1
+    assert main(["serve", "--workers", "1", "--groups", "mine"]) == 2
     assert "--workers has group 'default', which --groups does not allow" in capsys.readouterr().err
-    assert main(["serve", "--workers", "1", "--workers", "default=1:2"]) == 1
+    assert main(["serve", "--workers", "1", "--workers", "default=1:2"]) == 2
     assert "--workers has group 'default' twice: name another group, as NAME=MIN:MAX" in capsys.readouterr().err
 
 
-def complaint(capsys: pytest.CaptureFixture[str], url: str) -> str:
+def complaint(capsys: pytest.CaptureFixture[str], url: str, status: int = 1) -> str:
     """Return the one line in which ``status`` says what is wrong."""
-    assert main(["status", url]) == 1
+    assert main(["status", url]) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -383,7 +402,10 @@ def test_status_without_a_listener(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_status_of_a_host_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no coordinator answers at tcp://nowhere.invalid:7411 (" in complaint(capsys, "tcp://nowhere.invalid:7411")
+    said = complaint(capsys, "tcp://nowhere.invalid:7411")
+    assert "no coordinator answers at tcp://nowhere.invalid:7411 (" in said
+    assert "Is the name of the host right?" in said
+    assert "gradserver serve" not in said
 
 
 def test_status_of_something_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,11 +438,11 @@ def test_status_of_something_that_answers_something_else(
 
 @pytest.mark.parametrize("url", ["tcp://*:7411", "tcp://127.0.0.1:0"])
 def test_status_needs_one_host_and_port(capsys: pytest.CaptureFixture[str], url: str) -> None:
-    assert f"{url!r} names no single coordinator: give its host and port" in complaint(capsys, url)
+    assert f"{url!r} names no single coordinator: give its host and port" in complaint(capsys, url, 2)
 
 
 def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'localhost' is not a coordinator's URL" in complaint(capsys, "localhost")
+    assert "'localhost' is not a coordinator's URL" in complaint(capsys, "localhost", 2)
 
 
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────────
@@ -439,6 +461,21 @@ def test_status_of_no_url(capsys: pytest.CaptureFixture[str]) -> None:
         (["status", "--interval", "0"], "0 is out of range: a number of seconds is 0.05 to 3600"),
         (["status", "--interval", "nan"], "nan is out of range"),
         (["serve", "extra"], "unrecognized arguments: extra"),
+        (["serv"], "invalid choice: 'serv': did you mean 'serve'? (choose from serve, config, "),
+        (["serve", "--quorumm", "3"], "unrecognized arguments: --quorumm 3: did you mean '--quorum'?"),
+        (["serve", "--worker", "2"], "unrecognized arguments: --worker 2: did you mean '--workers'?"),
+        (["config", "--worker=2"], "unrecognized arguments: --worker=2: did you mean '--workers'?"),
+        (["status", "--js"], "unrecognized arguments: --js"),
+        (["ledger", "d", "--verif"], "unrecognized arguments: --verif: did you mean '--verify'?"),
+        (["doctor", "--jso"], "unrecognized arguments: --jso: did you mean '--json'?"),
+        (["demo", "--quik"], "unrecognized arguments: --quik: did you mean '--quick'?"),
+        (["chaos", "--see", "3"], "unrecognized arguments: --see 3: did you mean '--seed'?"),
+        (["run", "--nprc", "2", "a.py"], "unrecognized arguments: --nprc: did you mean '--nproc'?"),
+        (["run", "--restar", "2", "a.py"], "unrecognized arguments: --restar: did you mean '--restart'?"),
+        (
+            ["serve", "--mode", "asyn"],
+            "invalid choice: 'asyn': did you mean 'async'? (choose from sync, bounded, async)",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_right_are_one_line(
@@ -449,8 +486,31 @@ def test_arguments_that_cannot_be_right_are_one_line(
 
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert re.fullmatch(r"(gradserver( [a-z]+)?): .+\. `\1 --help` shows the options\n", err)
+    assert re.fullmatch(r"(gradserver( [a-z]+)?): .+[.?] `\1 --help` shows the options\n", err)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--workers 2:8 --workers critics=1:4",
+        "--workers *=1:8",
+        "--workers 4 --quorum 75%",
+        "--bind tcp://0.0.0.0:7411",
+        "--rate 10",
+        "--rate 200mbit",
+        "--mean trimmed:0.25",
+        "--workers 8 --mean krum:2",
+        "--audit 0.01:1e-5",
+        "--state-dir d --ledger-keep 500MiB",
+        "--state-dir d --ledger-keep 2GiB --journal-quota 0KiB --sync round",
+        "--groups any",
+        "--join tcp://10.0.0.1:7411",
+    ],
+)
+def test_examples_of_the_help_hold(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words.split()]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

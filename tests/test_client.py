@@ -577,7 +577,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Worker], object], type[GradServerError], st
     "mean of integers": (
         lambda worker: worker.all_reduce(np.ones(2, np.int32)),
         UnsupportedOperationError,
-        "the mean of int32 is not a int32: use op='sum', or convert to a floating type",
+        "the mean of int32 is not an int32: use op='sum', or convert to a floating type",
     ),
     "order of complex": (
         lambda worker: worker.reduce_scatter(np.ones(4, np.complex64), "max"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import logging
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import gradserver
 from gradserver import DistributedDataParallel, LocalCluster, Worker
 from gradserver.worker.planes import staging
+from gradserver.worker.torch_ddp.torch_names import KEYWORDS, NAMES
 from tests.cluster import AMONG_MEMBERS
 from tests.fake_device import FakeDevice, checked
 from tests.seeded import seeded
@@ -159,6 +162,22 @@ def _no_sync() -> None:
     is_mean(both(work), expected(lambda module, rank: 2 * module(batch(rank)).square().mean()))
 
 
+@line("`model.require_backward_grad_sync = last` in place of `no_sync()`")
+def _require_backward_grad_sync() -> None:
+    def work(worker: Worker) -> list[torch.Tensor]:
+        model = DistributedDataParallel(network(), worker)
+        for micro in range(4):
+            model.require_backward_grad_sync = micro == 3
+            model(batch(worker.rank)).square().mean().backward()
+            assert model.exchanged == (micro == 3)
+        with model.no_sync():
+            assert not model.require_backward_grad_sync
+        assert (worker.round, model.require_backward_grad_sync) == (1, True)
+        return gradients(model)
+
+    is_mean(both(work), expected(lambda module, rank: 4 * module(batch(rank)).square().mean()))
+
+
 @line("`find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `broadcast_buffers`, `bucket_cap_mb`")
 def _options() -> None:
     def work(worker: Worker) -> list[torch.Tensor]:
@@ -251,6 +270,30 @@ def _compile() -> None:
         return gradients(model)
 
     is_mean(both(work), expected(lambda module, rank: module(batch(rank)).square().mean()))
+
+
+def compiled_step(compiled_autograd: bool) -> None:
+    def work(worker: Worker) -> list[torch.Tensor]:
+        model = DistributedDataParallel(network(), worker)
+        step = torch.compile(lambda: model(batch(0)).square().mean().backward(), backend="eager")
+        with warnings.catch_warnings(), torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at it itself
+            step()
+        return gradients(model)
+
+    with LocalCluster(1) as cluster:  # Dynamo compiles for one thread at a time
+        results = cluster.run(work)
+    is_mean(results * 2, expected(lambda module, _: module(batch(0)).square().mean()))
+
+
+@line("`torch.compile` of a whole step, of a module with synchronised BatchNorm, or of a function with collectives")
+def _compile_step() -> None:
+    compiled_step(compiled_autograd=False)
+
+
+@line("`torch._dynamo.config.compiled_autograd = True`")
+def _compile_autograd() -> None:
+    compiled_step(compiled_autograd=True)
 
 
 @line("tied weights, parameters without an axis, `channels_last`, complex parameters")
@@ -551,6 +594,16 @@ def _sparse() -> None:
     refused(make, gradserver.GradServerError, "sparse")
 
 
+@line("parameters that are replaced, added or thawed after wrapping")
+def _replaced() -> None:
+    def forward(worker: Worker) -> None:
+        model = DistributedDataParallel(network(), worker)
+        model.module.load_state_dict(copy.deepcopy(model.module.state_dict()), assign=True)
+        model(batch(worker.rank))
+
+    refused(forward, gradserver.UsageError, r"'0.weight' was replaced")
+
+
 @line("an optimizer that steps inside backward")
 def _in_backward() -> None:
     def work(worker: Worker) -> None:
@@ -591,6 +644,88 @@ def _isinstance() -> None:
 @line("`register_comm_hook`, `Join` for other classes")
 def _absent() -> None:
     assert not any(hasattr(DistributedDataParallel, name) for name in ("register_comm_hook", "join_hook"))
+
+
+# ── members ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _member(name: str) -> Check:
+    def check() -> None:
+        assert f"| `{name}` | {NAMES[name].says} |" in PAGE.read_text()
+        with gradserver.connect(world_size=1) as worker:
+            model = DistributedDataParallel(network(), worker)
+            if NAMES[name].read is None:
+                assert not hasattr(model, name)
+                with pytest.raises(AttributeError, match=re.escape(f"{name} is a member of torch's wrapper")):
+                    getattr(model, name)
+            elif not callable(value := getattr(model, name)):
+                setattr(model, name, value)
+            with pytest.raises(AttributeError, match=re.escape(f"{name} of a wrapped module cannot be set to")):
+                setattr(model, name, "another value")
+
+    return check
+
+
+for _name in NAMES:
+    line(f"`{_name}`")(_member(_name))
+
+
+def test_each_public_member_of_torchs_wrapper_is_here_or_in_the_table() -> None:
+    theirs = torch.nn.parallel.DistributedDataParallel
+    assigned = re.findall(r"^ +self\.([a-z]\w*)(?::.*)? = ", inspect.getsource(theirs), re.MULTILINE)
+    members = {name for name in (*vars(theirs), *assigned) if not name.startswith("_")}
+    with gradserver.connect(world_size=1) as worker:
+        model = DistributedDataParallel(network(), worker)
+        own = {name for name in members if name in NAMES or hasattr(model, name)}
+    assert members == own
+    assert {"forward", "module", "no_sync", "require_backward_grad_sync", "reducer", "scatter"} <= members
+
+
+def test_members_have_the_values_of_torchs_wrapper() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 3}
+        theirs: Any = torch.nn.parallel.DistributedDataParallel(nn.BatchNorm1d(4), **options)
+        with gradserver.connect(world_size=1) as worker:
+            ours: Any = DistributedDataParallel(nn.BatchNorm1d(4), worker, **options)
+            for name in ("require_backward_grad_sync", *NAMES):
+                differs = name in ("gradient_as_bucket_view", "_set_static_graph")
+                if hasattr(ours, name) and hasattr(theirs, name) and not differs:
+                    value, here = getattr(theirs, name), getattr(ours, name)
+                    assert here == value or (callable(value) and here() == value()), name
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_each_option_of_torchs_constructor_is_here_or_refused() -> None:
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    own = inspect.signature(DistributedDataParallel).parameters
+    assert set(theirs) <= set(own) | set(KEYWORDS)
+    with gradserver.connect(world_size=1) as worker:
+        defaults: dict[str, Any] = {name: p.default for name, p in theirs.items() if p.default is not p.empty}
+        DistributedDataParallel(network(), worker, **defaults)
+        for name in set(KEYWORDS) - {"check_reduction", "batched_grad_copy"}:
+            option: dict[str, Any] = {name: "another value"}
+            with pytest.raises(TypeError, match=f"{name}='another value' is an option of torch's wrapper"):
+                DistributedDataParallel(network(), worker, **option)
+        typo: dict[str, Any] = {"find_unused": True}
+        with pytest.raises(TypeError, match="has no option 'find_unused'"):
+            DistributedDataParallel(network(), worker, **typo)
+        model = DistributedDataParallel(network(), worker)
+        with (
+            pytest.raises(gradserver.GradServerError, match="set_weight"),
+            model.join(divide_by_initial_world_size=True),
+        ):
+            pass
+        with pytest.raises(gradserver.GradServerError, match="'drop'"), model.join(throw_on_early_termination=True):
+            pass
+        with model.join(enable=False):
+            pass
+        model._set_params_and_buffers_to_ignore_for_model(module := network(), ["0.bias"])
+        assert DistributedDataParallel(module, worker).parameters_to_ignore == {"0.bias"}
+        with pytest.raises(AttributeError, match="static_graph=True"):
+            model._set_static_graph()
+        DistributedDataParallel(network(), worker, static_graph=True)._set_static_graph()
 
 
 logging.getLogger("torch").setLevel(logging.ERROR)

@@ -104,7 +104,7 @@ def test_a_group_may_have_a_mode_and_no_size_of_others(tmp_path: Path, monkeypat
         ("[group.a]\nworkers = 2\nworker = 3", ":3: there is no option 'worker': did you mean 'workers'?"),
         ("[group.a]\nbind = 'x'", ":2: 'bind' is an option of the coordinator, not of group 'a': put it in front"),
         ("gather = 'soon'", ":1: gather: 'soon' is not a number of seconds"),
-        ("gather = true", ":1: gather is a number or a text, not True"),
+        ("gather = true", ":1: gather is a number or a text, not true"),
         ("gather = [1, 2]", ":1: gather is a number or a text, not [1, 2]"),
         ("gather = 4000", ":1: gather: 4000 is out of range: a number of seconds is 0 to 3600"),
         ("quiet = 'yes'", ":1: quiet is true or false, not 'yes'"),
@@ -112,7 +112,7 @@ def test_a_group_may_have_a_mode_and_no_size_of_others(tmp_path: Path, monkeypat
         ("[group.a]\nmean = 'krum'", ":2: mean: there is no mean 'krum': F is the number"),
         ("[group.a]\nworkers = 'b=3'", ":2: workers is N or MIN:MAX; name the group by its table, [group.b]"),
         ("[groups.a]\nworkers = 2", "there is no table [groups]: that of a group is [group.NAME]"),
-        ("gather =", " is no TOML: Invalid value (at "),
+        ("gather =", " is not TOML: Invalid value (at "),
         ("group = 'mine'", ":1: `group` has a table for each group, as [group.NAME]"),
         ("bind = ", "Invalid value (at "),
         ("[group.a]\nworkers = 2\nmean = 'median'", "group 'a': the mean median needs at least 3 workers"),
@@ -141,16 +141,16 @@ def test_what_is_wrong_is_told_with_its_line(
     monkeypatch.setattr(daemon, "serve", lambda *_, **__: pytest.fail("it served"))
     path = tmp_path / "c.toml"
     path.write_text(text)
-    assert cli.main(["serve", "--config", str(path)]) == 1
+    assert cli.main(["serve", "--config", str(path)]) == 2
     told = capsys.readouterr().err
     assert said.replace("{}", str(path)) in told
     assert str(path) in told or "--join" in told
-    assert cli.main(["config", "--config", str(path)]) == 1
+    assert cli.main(["config", "--config", str(path)]) == 2
     assert capsys.readouterr() == ("", told), "config checks what serve does"
 
 
 def test_a_file_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "--config", "/nowhere/c.toml"]) == 1
+    assert cli.main(["config", "--config", "/nowhere/c.toml"]) == 2
     assert "cannot read the configuration file /nowhere/c.toml: no such file or directory" in capsys.readouterr().err
 
 

@@ -6,14 +6,18 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gradserver
 from gradserver import connect
+from gradserver.engine.policy import Policy
+from gradserver.protocol import limits
 from gradserver.protocol.errors import (
     CoordinatorUnreachableError,
     InvalidArgumentError,
@@ -24,7 +28,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
-from tests.cluster import Task, coordinator, joined, together, wait_until
+from tests.cluster import TIMEOUT, Task, coordinator, joined, together, wait_until
 
 VARIABLES = ("GRADSERVER_URL", "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 OTHERS = ("SLURM_STEP_NUM_TASKS", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -176,6 +180,68 @@ def test_variable_that_is_no_number_is_named(server: TcpServer, monkeypatch: pyt
         connect(server.url)
 
 
+@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
+def test_a_missing_url_names_the_variable_that_speaks_of_several(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(size, "8")
+    with pytest.raises(InvalidArgumentError) as caught:
+        connect()
+    assert f"no coordinator's URL, and there are 8 workers ({size}=8): " in str(caught.value)
+    assert "give connect(world_size=1), or set WORLD_SIZE=1" in str(caught.value)
+    monkeypatch.delenv(size)
+    monkeypatch.setenv(rank, "3")
+    with pytest.raises(InvalidArgumentError, match=rf"and this is rank 3 of several \({rank}=3\): "):
+        connect()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": " "}, "RANK is ' ' in the environment, and must be a number: set it right, or unset it and give "),
+        ({"SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS is '2(x3)' in the environment, and must be a number"),
+        ({"PMI_RANK": "0x1"}, "PMI_RANK is '0x1' in the environment"),
+        ({"OMPI_COMM_WORLD_SIZE": "0"}, "world_size is 0 (OMPI_COMM_WORLD_SIZE=0), and must be from 1 to 1024"),
+        ({"WORLD_SIZE": "4096"}, "world_size is 4096 (WORLD_SIZE=4096), and must be"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank is 2 (RANK=2), and must be from 0 to 1 (WORLD_SIZE=2)"),
+        ({"RANK": "-1"}, "rank is -1 (RANK=-1), and must be from 0 to 1023"),
+        ({"GRADSERVER_URL": "localhost:7411"}, "GRADSERVER_URL in the environment: 'localhost:7411' is not a coord"),
+        ({"GRADSERVER_CHANNEL": "udp"}, "GRADSERVER_CHANNEL in the environment: channel is 'udp', and must be one of"),
+        ({"GRADSERVER_PLANE": "air"}, "GRADSERVER_PLANE in the environment: plane is 'air', and must be one of"),
+        ({"GRADSERVER_NAME": "a\nb"}, r"GRADSERVER_NAME in the environment: name is 'a\nb', and must be printable"),
+        ({"LOCAL_RANK": "0\n"}, "name, by LOCAL_RANK, is '"),
+    ],
+)
+def test_a_wrong_variable_is_named(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADSERVER_URL", "tcp://127.0.0.1:1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError) as caught:
+        connect(timeout=0.1)
+    assert message in str(caught.value)
+
+
+def test_a_misspelt_argument_is_told_with_the_nearest() -> None:
+    made: Any = gradserver
+    cases: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: made.connect(tiemout=3),
+            "connect() has no argument 'tiemout': did you mean 'timeout'? Its arguments ",
+        ),
+        (lambda: made.connect(backend="nccl"), "connect() has no argument 'backend': did you mean "),
+        (lambda: made.LocalCluster(2, elastik=(1, 2)), "'elastik': did you mean 'elastic'?"),
+        (lambda: made.DistributedDataParallel(None, bucket_cap=3), "did you mean 'bucket_cap_mb'?"),
+        (lambda: made.DataParallel(None, device=3), "did you mean 'devices'?"),
+        (lambda: made.LocalSGD(None, evry=3), "did you mean 'every'?"),
+        (lambda: made.Job(None, None, chekpoint="d"), "did you mean 'checkpoint'?"),
+        (lambda: made.ShardSampler(10, 0, 1, world=3), "did you mean 'world_size'?"),
+    ]
+    for call, message in cases:
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert message in str(caught.value)
+
+
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -200,6 +266,66 @@ def test_group_forms_anew_as_soon_as_the_last_has_left(server: TcpServer) -> Non
             epochs.append(workers[0].epoch)
 
     assert epochs == sorted(set(epochs))
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "then"),
+    [
+        (Policy(), 2, (0, 1)),
+        (Policy(), 3, (2, 0, 1)),
+        (Policy(), 2, (0,)),
+        (Policy(2, 2), 2, (1, 0)),
+        (Policy(1, 3, gather=0.5), 2, (0, 1)),
+        (Policy(2, 2, rejoin=30.0), 2, (0, 1)),
+    ],
+    ids=["two", "three", "fewer", "told", "elastic", "rejoin"],
+)
+def test_workers_that_connect_again_wait_until_the_others_have_left(
+    policy: Policy, first: int, then: tuple[int, ...]
+) -> None:
+    sizes = None if policy.minimum else len(then)
+    with coordinator({limits.OTHERS: policy}) as server, ExitStack() as stack:
+        with joined(server.url, first) as workers:
+            epoch, (*early, last) = workers[0].epoch, workers
+            together(workers, lambda worker: worker.barrier())
+            tasks = []
+            for place in then:
+                if place < first - 1:
+                    workers[place].close()
+                    tasks += [Task(connect, server.url, None, sizes, name=f"w{place}", timeout=TIMEOUT)]
+            assert not any(task.ended(0.3) for task in tasks), "the last one is still there"
+            for worker in (*early, last):
+                worker.close()
+            if first - 1 in then:
+                tasks += [Task(connect, server.url, None, sizes, name=last.name, timeout=TIMEOUT)]
+            again = [stack.enter_context(task.result()) for task in tasks]
+        assert {worker.world_size for worker in again} == {len(then)}
+        assert all(worker.epoch > epoch and not worker.joins for worker in again)
+        sums = together(again, lambda worker: float(worker.all_reduce(np.ones(1, np.float32), "sum")[0]))
+        assert sums == [len(then)] * len(then)
+
+
+def test_rounds_of_connect_and_close_never_meet_the_group_before(server: TcpServer) -> None:
+    def work(rank: int) -> None:
+        for _ in range(40):
+            with connect(server.url, rank, 2, name=f"w{rank}", timeout=TIMEOUT) as worker:
+                worker.all_reduce(np.ones(1000, np.float32))
+
+    together(range(2), work)
+
+
+def test_a_worker_that_connects_again_is_told_which_others_have_not_left(server: TcpServer) -> None:
+    with joined(server.url, 2) as (first, _):
+        first.close()
+        with pytest.raises(JoinTimeoutError, match=r"it has left group .* these have left, too: 'w1' \(rank 1\)"):
+            connect(server.url, 0, 2, name="w0", timeout=0.5)
+
+
+def test_a_worker_that_connects_again_is_told_of_the_error_that_ended_the_group(server: TcpServer) -> None:
+    with joined(server.url, 2) as (first, _):
+        first.abort("its disk is full")
+        with pytest.raises(JoinRefusedError, match="it broke .*its disk is full"):
+            connect(server.url, 0, 2, name="w0", timeout=TIMEOUT)
 
 
 def test_applicant_that_gives_up_leaves_its_place_to_another(server: TcpServer) -> None:
@@ -252,6 +378,7 @@ def test_rank_that_is_taken_is_refused_and_the_group_still_forms(server: TcpServ
         connect(server.url, 0, 2, name="the second")
 
     assert "rank 0 of group 'default' is taken by 'the first', which has waited for " in str(caught.value)
+    assert "give each worker another rank (RANK, or rank= of connect), or none" in str(caught.value)
     with connect(server.url, 1, 2), first.result() as worker:
         assert worker.name == "the first"
 

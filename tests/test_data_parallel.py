@@ -593,6 +593,39 @@ def test_first_forward_in_inference_mode_leaves_training_possible() -> None:
         model.close()
 
 
+class Noting(nn.Module):
+    """A layer that notes the default device of each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen: list[torch.device] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.empty(0).device)
+        return (inputs * self.weight).exp()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="this torch does not tell its hooks"
+)
+def test_further_replicas_run_with_the_hooks_and_the_default_device_of_the_caller() -> None:
+    packing: list[str] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packing.append(threading.current_thread().name)
+        return tensor
+
+    first, second = Noting(), Noting()
+    with parallel(first, APART, replicas=[second]) as model:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.ones(6, 2)).sum().backward()
+        with torch.device("meta"):
+            model(torch.ones(6, 2, device="cpu"))
+    assert len(set(packing)) == 2
+    assert first.seen == second.seen == [torch.device("cpu"), torch.device("meta")]
+
+
 @pytest.mark.parametrize("devices", [SHARED, APART, MIXED], ids=str)
 def test_given_replicas_take_the_place_of_copies(devices: list[str]) -> None:
     further = [mlp(seed).append(nn.BatchNorm1d(2).double().eval()) for seed in range(1, len(devices))]
@@ -714,7 +747,7 @@ def test_two_threads_cannot_call_it_at_once() -> None:
         (nn.Linear(2, 2), {"devices": "cpu"}, InvalidArgumentError, "a list with the device of each replica"),
         (nn.Linear(2, 2), {"devices": ["cuda:99"]}, InvalidArgumentError, "there is no device 'cuda:99'"),
         (nn.Linear(2, 2), {"devices": [99]}, InvalidArgumentError, "there is no device 99"),
-        (nn.Linear(2, 2), {"devices": ["disk"]}, InvalidArgumentError, "'disk' is no device of torch"),
+        (nn.Linear(2, 2), {"devices": ["disk"]}, InvalidArgumentError, "'disk' is not a device of torch"),
         (nn.Linear(2, 2), {"devices": ["meta"]}, LayoutError, "on the CPU or on CUDA devices"),
         (nn.Linear(2, 2), {"scalars": "sum"}, InvalidArgumentError, "scalars is 'stack' or 'mean'"),
         (nn.Linear(2, 2), {"dim": -1}, InvalidArgumentError, "dim is the number of a dimension"),
@@ -954,3 +987,44 @@ def test_recurrent_modules_run_on_a_gpu_and_the_cpu() -> None:
         assert distance(state_of(model), state_of(plain)) < 1e-6
         with torch.no_grad():
             torch.testing.assert_close(model(rows(10).view(5, 2, 3)), model.module(rows(10).view(5, 2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("given", [False, True])
+def test_buffers_that_come_change_or_go_are_followed(given: bool) -> None:
+    def made() -> nn.Module:
+        module = nn.Linear(2, 1)
+        module.register_buffer("first", None)
+        return module
+
+    module = made()
+    replica = made() if given else None
+    model = DataParallel(module, ["cpu", "cpu:1"], replicas=() if replica is None else [replica])
+
+    def followed() -> dict[str, torch.Tensor]:
+        model(torch.ones(4, 2)).sum().backward()
+        follower = model._made()._sites[torch.device("cpu:1")].replicas[0].module
+        return dict(follower.named_buffers())
+
+    assert followed() == {}
+    for value in (torch.ones(2), torch.ones(3), torch.ones(3).double(), torch.eye(2).to_sparse().coalesce()):
+        module.first = value
+        found = followed()["first"]
+        assert (found.shape, found.dtype) == (value.shape, value.dtype)
+        assert torch.equal(found.to_dense(), value.to_dense())
+    module.first = torch.eye(2).to_sparse_csr()
+    assert torch.equal(followed()["first"].to_dense(), torch.eye(2))
+    module.first = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert [len(part) for part in followed()["first"].unbind()] == [1, 2]
+    module.register_buffer("later", torch.ones(1))
+    assert followed().keys() == {"first", "later"}
+    del module.later
+    module.register_buffer("first", None)
+    assert followed() == {}
+
+
+def test_a_tensor_without_elements_is_refused_by_name() -> None:
+    module = nn.Linear(2, 1)
+    module.register_buffer("empty", torch.ones(2, device="meta"))
+    with pytest.raises(LayoutError, match=r"'empty' is on the meta device.*to_empty"):
+        DataParallel(module, ["cpu", "cpu:1"])

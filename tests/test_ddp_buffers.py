@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gradserver import DistributedDataParallel, LocalCluster
-from gradserver.protocol.errors import InvalidArgumentError
+from gradserver import DistributedDataParallel, LocalCluster, LocalSGD
+from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, SizeMismatchError, UsageError
 from gradserver.worker.client import Worker
 from tests.cluster import AMONG_MEMBERS, PATIENCE, Gather, together
 from tests.models import Convolutional, images, loss_of
@@ -260,3 +262,228 @@ def test_a_buffer_to_ignore_must_exist() -> None:
 
     with pytest.raises(InvalidArgumentError, match=r"buffers_to_ignore names 'tables', .* its buffers are 'table', "):
         on(1, work)
+
+
+# ── buffers that come, change or go after the module is wrapped ───────────────────────────────────────
+
+
+class Late(nn.Module):
+    """A scale that the first batch sets, as in data-dependent initialisation."""
+
+    def __init__(self, first: Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.scale: Tensor | None
+        self.register_buffer("scale", first)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.scale is None or not self.scale.numel():
+            self.scale = inputs.abs().mean(0)
+        result: Tensor = self.linear(inputs / self.scale)
+        return result
+
+
+WRAPPERS: dict[str, Any] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "LocalSGD": lambda module, worker, **options: LocalSGD(module, worker, **options),
+}
+
+
+def batch(worker: Worker) -> Tensor:
+    return torch.full((4, 2), 1.0 + worker.rank)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("first", [None, torch.empty(0)])
+def test_a_buffer_that_a_first_forward_makes_is_refused_by_name_in_that_forward(
+    wrapper: str, first: Tensor | None
+) -> None:
+    def work(worker: Worker) -> None:
+        model = WRAPPERS[wrapper](Late(first), worker)
+        with pytest.raises(
+            UsageError, match=r"buffer 'scale' has come .* first forward .*buffers_to_ignore=\['scale'\]"
+        ):
+            model(batch(worker))
+
+    on(2, work)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_its_remedies_work(wrapper: str) -> None:
+    def work(worker: Worker) -> tuple[list[float], list[float]]:
+        made, own = Late(), Late()
+        made(batch(worker))
+        together = WRAPPERS[wrapper](made, worker)
+        apart = WRAPPERS[wrapper](own, worker, buffers_to_ignore=["scale"])
+        for model in (together, apart):
+            model(batch(worker)).sum().backward()
+        assert made.scale is not None
+        assert own.scale is not None
+        return made.scale.tolist(), own.scale.tolist()
+
+    assert on(2, work) == [([1, 1], [1, 1]), ([1, 1], [2, 2])]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "registered": (lambda net: net.register_buffer("late", torch.ones(1)), UsageError, "buffer 'late' has come"),
+    "deep": (
+        lambda net: net.linear.register_buffer("late", torch.ones(1)),
+        UsageError,
+        "buffer 'linear.late' has come",
+    ),
+    "module": (lambda net: net.add_module("norm", nn.BatchNorm1d(1)), UsageError, r"buffer 'norm\.\w+' has come"),
+    "replaced": (lambda net: setattr(net, "linear", Masked()), UsageError, "buffer 'linear.mask' has come"),
+    "untied": (lambda net: setattr(net, "other", torch.ones(3)), UsageError, "buffer 'other' has come"),
+    "shape": (lambda net: setattr(net, "scale", torch.ones(3)), SizeMismatchError, r"'scale' had shape \(2,\)"),
+    "dtype": (lambda net: setattr(net, "scale", torch.ones(2).double()), DTypeError, "'scale' was of torch.float32"),
+    "gone": (lambda net: delattr(net, "scale"), SizeMismatchError, r"'scale' had shape \(2,\) .* is gone"),
+    "none": (lambda net: setattr(net, "scale", None), SizeMismatchError, r"'scale' had shape \(2,\) .* is gone"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_buffers_that_come_change_or_go_are_named_before_anything_is_exchanged(change: str, wrapper: str) -> None:
+    apply, error, match = CHANGES[change]
+
+    def work(worker: Worker) -> None:
+        module = Late(torch.ones(2))
+        module.register_buffer("other", module.scale)
+        model = WRAPPERS[wrapper](module, worker)
+        model(batch(worker))
+        apply(module)
+        with pytest.raises(error, match=match):
+            model(batch(worker))
+
+    on(2, work)
+
+
+def test_a_buffer_that_each_forward_assigns_anew_is_rank_0_s_everywhere() -> None:
+    class Average(Late):
+        def forward(self, inputs: Tensor) -> Tensor:
+            assert self.scale is not None
+            self.scale = 0.5 * self.scale + 0.5 * inputs.abs().mean(0)
+            return super().forward(inputs)
+
+    def work(worker: Worker) -> list[float]:
+        model = DistributedDataParallel(Average(torch.ones(2)), worker)
+        for _ in range(STEPS):
+            model(3 * batch(worker)).sum().backward()
+        found: list[float] = model.module.get_buffer("scale").tolist()
+        return found
+
+    assert on(2, work) == [[2.75, 2.75]] * 2
+
+
+def test_looking_for_new_buffers_takes_a_hundredth_of_a_step_at_most() -> None:
+    def work(worker: Worker) -> tuple[float, float]:
+        module = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(250)])
+        model = DistributedDataParallel(module, worker)
+        steps, looks = list[float](), list[float]()
+        for _ in range(10):
+            began = time.thread_time()
+            model(torch.randn(8, 2)).sum().backward()
+            steps.append(time.thread_time() - began)
+            began = time.thread_time()
+            model._rounds.check_buffers()
+            looks.append(time.thread_time() - began)
+        return min(looks), min(steps)
+
+    ((looks, step),) = on(1, work)
+    assert looks < step / 100
+
+
+# ── odd buffers, and odd modules ──────────────────────────────────────────────────────────────────────
+
+
+def made_in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+IMPOSSIBLE: dict[str, Callable[[], Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "memory cell": lambda: torch.ones(1).expand(3),
+    "one memory cell": lambda: torch.ones(5).unfold(0, 3, 1),
+    "qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "meta device": lambda: torch.ones(3, device="meta"),
+    "inference_mode": made_in_inference_mode,
+}
+POSSIBLE: dict[str, Callable[[], Tensor]] = {
+    "conjugate": lambda: torch.ones(2, 3, dtype=torch.complex64).conj().t(),
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+    "zero-dimensional": lambda: torch.ones(()),
+    "bool": lambda: torch.zeros(3, dtype=torch.bool),
+    "channels_last": lambda: torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "column": lambda: torch.ones(3, 4)[:, 1],
+    "cell": lambda: torch.ones(5, 3, dtype=torch.bfloat16)[2:3, 0],
+    "complex32": lambda: torch.ones(3, dtype=torch.complex32),
+    "uint16": lambda: torch.ones(3, dtype=torch.uint16),
+    "with a gradient": lambda: torch.ones(3, requires_grad=True),
+}
+ODD_TENSORS = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("ComplexHalf support", "Sparse CSR", "The PyTorch API of nested", "torch.quantize_per_tensor")
+]
+
+
+def odd(buffer: Tensor) -> nn.Module:
+    module = nn.Linear(2, 1)
+    module.register_buffer("odd", buffer)
+    return module
+
+
+class TestOddBuffers:
+    pytestmark = ODD_TENSORS
+
+    @pytest.mark.parametrize("wrapper", WRAPPERS)
+    @pytest.mark.parametrize("what", IMPOSSIBLE)
+    def test_that_cannot_travel_are_refused_by_name_and_may_stay(self, what: str, wrapper: str) -> None:
+        def work(worker: Worker) -> None:
+            with pytest.raises(LayoutError, match=rf"buffer 'odd' .*{what}.*buffers_to_ignore=\['odd'\]"):
+                WRAPPERS[wrapper](odd(IMPOSSIBLE[what]()), worker)
+            model = WRAPPERS[wrapper](odd(IMPOSSIBLE[what]()), worker, buffers_to_ignore=["odd"])
+            model(torch.ones(1, 2)).sum().backward()
+
+        on(2, work)
+
+    @pytest.mark.parametrize("wrapper", WRAPPERS)
+    @pytest.mark.parametrize("what", POSSIBLE)
+    def test_that_can_travel_become_rank_0_s(self, what: str, wrapper: str) -> None:
+        def work(worker: Worker) -> list[Any]:
+            buffer = POSSIBLE[what]()
+            if worker.rank:
+                buffer = buffer.detach().clone().zero_()
+            model = WRAPPERS[wrapper](odd(buffer), worker)
+            model(torch.ones(1, 2)).sum().backward()
+            if isinstance(model, LocalSGD):
+                model.sync()
+            found: list[Any] = model.module.odd.detach().resolve_conj().resolve_neg().tolist()
+            return found
+
+        expected = POSSIBLE[what]().detach().resolve_conj().resolve_neg().tolist()
+        assert on(2, work) == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_module_with_statistics_is_trained() -> None:
+    made = [seeded(0, lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))) for _ in range(4)]
+    scripted = [torch.jit.script(module) for module in made[:2]]  # not in threads: the compiler has one for all
+
+    def work(worker: Worker) -> list[dict[str, Tensor]]:
+        states = []
+        for module in (scripted[worker.rank], made[2 + worker.rank]):
+            model = DistributedDataParallel(module, worker)
+            for number in range(STEPS):
+                generator = torch.Generator().manual_seed(number + 10 * worker.rank)
+                model(torch.randn(4, 2, generator=generator)).square().sum().backward()
+            states.append({name: tensor.clone() for name, tensor in model.module.state_dict().items()})
+        return states
+
+    (scripted_0, plain_0), (scripted_1, _) = on(2, work)
+    assert scripted_0["1.num_batches_tracked"] == STEPS
+    for name, tensor in plain_0.items():
+        assert torch.equal(scripted_0[name], tensor)
+        assert torch.equal(scripted_0[name], scripted_1[name])

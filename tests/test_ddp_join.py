@@ -157,23 +157,143 @@ def test_join_learns_from_the_loop_what_to_step(batches: list[int]) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first[1], there[1], strict=True))
 
 
-def test_join_without_a_step_needs_to_see_one_and_notices_what_it_cannot_see() -> None:
-    def work(worker: Worker, batches: int, clips: bool) -> None:
+def test_join_without_a_step_needs_to_see_one() -> None:
+    def work(worker: Worker, batches: int) -> None:
         model = DistributedDataParallel(Transformer(), worker)
         optimizer = sgd(model)
         with model.join():
             for step in range(2 if worker.rank else batches):
                 optimizer.zero_grad()
                 loss_of(model, *tokens(step, 2)).backward()
-                if clips:
-                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
                 optimizer.step()
 
     with pytest.raises(UsageError, match=r"this worker's loop has stepped none, .* give it what to step, mod"):
-        on(2, work, 0, False)
-    with pytest.raises(DivergedError, match=r"at the end of model.join\(\) the weights of 'worker-1' \(rank 1\) "):
-        on(2, work, 1, True)
-    on(2, work, 1, False)
+        on(2, work, 0)
+    on(2, work, 1)
+
+
+class Loop:
+    """A loop that does more than step its optimizer: what it does is one of the methods here."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model, self.optimizer = model, sgd(model)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        self.optimizer.step()
+
+    def clip_by_model(self) -> None:
+        self.model.clip_grad_norm_(1e-3)
+        self.optimizer.step()
+
+    def clip_value(self) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+        self.optimizer.step()
+
+    def scale(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def unscale_and_clip(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        self.scale()
+
+    def replace(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.grad * 0.5 if parameter.grad is not None else None
+        self.optimizer.step()
+
+    def drop(self) -> None:
+        next(self.model.parameters()).grad = None
+        self.optimizer.step()
+
+    def schedule(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def clamp(self) -> None:
+        self.optimizer.step()
+        for parameter in self.model.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+
+    def past_autograd(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.mul_(0.5)
+        self.optimizer.step()
+
+
+AT_ONCE = [Loop.clip, Loop.clip_by_model, Loop.clip_value, Loop.scale, Loop.unscale_and_clip, Loop.replace, Loop.drop]
+AT_ONCE.append(Loop.past_autograd)
+AT_THE_END = [Loop.schedule, Loop.clamp]
+
+
+def uneven(worker: Worker, what: Callable[[Loop], None], step: Callable[[Loop], Any], batches: int = 3) -> Any:
+    """Train with one batch at rank 0, and several at rank 1. Return the weights and the learning rate."""
+    model = DistributedDataParallel(Transformer(), worker, gradient_as_bucket_view=batches != 2)
+    loop = Loop(model)
+    with model.join(step(loop)):
+        for number in range(batches if worker.rank else 1):
+            loop.optimizer.zero_grad()
+            loop.scaler.scale(loss_of(model, *tokens(number, 2))).backward()
+            try:
+                what(loop)
+            except UsageError as error:
+                raise UsageError(f"{error} (step {number})") from error
+    return state_of(model.module), loop.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("what", AT_ONCE)
+@pytest.mark.parametrize("step", [lambda loop: loop.optimizer, lambda _: None, lambda loop: [loop.optimizer]])
+def test_join_with_an_optimizer_refuses_at_once_a_loop_that_changes_gradients(
+    what: Callable[[Loop], None], step: Callable[[Loop], Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"changes the averaged gradient of .* Give model.join a fun.*\(step 0\)"):
+        on(2, uneven, what, step)
+
+
+@pytest.mark.parametrize("what", AT_THE_END)
+def test_join_with_an_optimizer_finds_at_its_end_what_else_the_loop_did(what: Callable[[Loop], None]) -> None:
+    with pytest.raises(
+        DivergedError, match=r"at the end of model.join\(\) the .* of 'worker-1' \(rank 1\) are not those"
+    ):
+        on(2, uneven, what, lambda loop: loop.optimizer)
+
+
+def test_join_compares_learning_rates_even_if_weights_are_alike() -> None:
+    with pytest.raises(DivergedError, match="the learning rates and other options of optimizers of 'worker-1'"):
+        on(2, uneven, Loop.schedule, lambda loop: loop.optimizer, 2)
+
+
+@pytest.mark.parametrize("what", [*AT_ONCE, *AT_THE_END])
+def test_join_with_a_function_that_does_all_keeps_replicas_alike(what: Callable[[Loop], None]) -> None:
+    (state, rate), (other, rate_there) = on(2, uneven, what, lambda loop: lambda: what(loop))
+    assert same(state, other)
+    assert rate == rate_there
+
+
+def test_join_takes_no_flag_for_what_it_steps() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Transformer(), worker)
+        with pytest.raises(TypeError, match=r"model.join takes .* not True"), model.join(True):  # type: ignore[arg-type]
+            pass
+
+    alone(work)
+
+
+def test_ignored_parameters_may_differ_at_the_end_of_a_block() -> None:
+    def work(worker: Worker) -> None:
+        module: Any = Transformer()
+        module.own = nn.Parameter(torch.full((2,), float(worker.rank)))
+        module._ddp_params_and_buffers_to_ignore = ["own"]
+        model = DistributedDataParallel(module, worker)
+        with model.join(sgd(model)):
+            pass
+
+    on(2, work)
 
 
 def test_join_takes_functions_and_several_steps() -> None:

@@ -29,6 +29,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.wrapping import check_module
 from tests.models import (
     Convolutional,
     Transformer,
@@ -543,3 +544,8 @@ def test_sparse_gradients_are_refused() -> None:
             model(torch.tensor([1])).sum().backward()
 
     alone(work)
+
+
+def test_a_wrapped_module_that_is_itself_refused_is_called_the_module() -> None:
+    with pytest.raises(LayoutError, match="^the module is an Embedding with sparse=True"):
+        check_module(nn.Embedding(3, 2, sparse=True))

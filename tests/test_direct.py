@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,16 @@ import torch
 from torch import nn
 
 import gradserver
+from gradserver.engine.policy import Policy
 from gradserver.protocol.errors import WorkerLostError
+from gradserver.protocol.limits import OTHERS
+from gradserver.protocol.planes import AMONG_MEMBERS
 from gradserver.worker.client import Worker
 from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import BUSY, Daemon, coordinator, joined, members, together, wait_until
+from tests.cluster import BUSY, TIMEOUT, Daemon, Task, coordinator, joined, members, together, wait_until
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, STEPS, WORLD, alone
 from tests.models import Transformer, loss_of, state_of, tokens
@@ -27,6 +33,7 @@ from tests.replicas import ROWS, distance, reference, same, sgd
 from tests.test_ledger import rounds_of
 
 PROGRAM = Path(__file__).with_name("direct_training.py")
+MANY = 10**6
 GOES_ON_WITHIN = 3.0 + BUSY
 """From a death to the end of its round: what is promised, and what a machine that has other things to do may add."""
 
@@ -261,6 +268,66 @@ def test_a_group_that_needs_all_its_members_ends_with_the_name_of_the_lost_one()
         said = together(workers, work)
     assert "'w1'" in said[0]
     assert "'w1'" in said[2]
+
+
+@pytest.mark.parametrize("plane", AMONG_MEMBERS)
+@pytest.mark.parametrize(
+    ("by_coordinator", "by_workers"),
+    [(True, "--"), (False, "d-"), (False, "-d"), (True, "d-")],
+    ids=["coordinator", "first", "second", "both"],
+)
+def test_one_demand_is_enough_and_all_members_meet(plane: str, by_coordinator: bool, by_workers: str) -> None:
+    policy = Policy(2, 2, plane=plane if by_coordinator else None)
+    with coordinator({OTHERS: policy}) as server, ExitStack() as stack:
+        asked = [plane if one == "d" else None for one in by_workers]
+        join = partial(gradserver.connect, server.url, world_size=2, timeout=TIMEOUT, channel="tcp")
+        workers = together(range(2), lambda rank: join(rank=rank, name=f"w{rank}", plane=asked[rank]))
+        for worker in workers:
+            stack.enter_context(worker)
+        assert {worker.plane for worker in workers} == {plane}
+        assert len(set(together(workers, train))) == 1
+        assert [Directs.of(worker).voids for worker in workers] == [0, 0]
+        assert all(Directs.of(worker).joint is not None for worker in workers)
+
+
+def test_a_worker_listens_for_others_only_where_members_are_to_meet() -> None:
+    with coordinator() as server, joined(server.url, 2, channel="tcp") as workers:
+        together(workers, train)
+        stores = [offer.store for offer in workers[0]._session.membership.offers]
+        assert all(stores)
+        for store in stores:
+            host, _, port = store.rpartition(":")
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((host, int(port)), TIMEOUT)
+
+
+@pytest.mark.parametrize("plane", AMONG_MEMBERS)
+@pytest.mark.parametrize("shape", ["too few members", "no backlog"])
+def test_a_round_that_waits_for_a_learner_goes_over_the_coordinator(shape: str, plane: str) -> None:
+    few = shape == "too few members"
+    policy = Policy(2, 4, backlog=Policy().backlog if few else 0, gather=0.1)
+    with coordinator({OTHERS: policy}) as server:
+        has_begun = threading.Event()
+
+        def work(name: str, leaves: int | None = None) -> tuple[bytes, int, int]:
+            ends: list[int] = []
+            with gradserver.connect(server.url, name=name, plane=plane, timeout=TIMEOUT, channel="tcp") as worker:
+                worker.on_membership(lambda news: ends.append(worker.round + 8) if "late" in news.names else None)
+                module = nn.Linear(16, 16)
+                model = DistributedDataParallel(module, worker)
+                job = gradserver.Job(model, torch.optim.SGD(module.parameters(), lr=1e-3))
+                while worker.round != leaves and worker.round < min(ends, default=MANY):
+                    model(torch.ones(1, 16)).square().mean().backward()
+                    job.step()
+                    if worker.round == 5:
+                        has_begun.set()
+                return module.weight.detach().numpy().tobytes(), Directs.of(worker).voids, worker.world_size
+
+        first = Task(work, "a"), Task(work, "b", 6 if few else None)
+        assert has_begun.wait(TIMEOUT)
+        ended = [task.result() for task in (*first, Task(work, "late"))]
+        together_at_the_end = ended[::2] if few else ended
+        assert set(together_at_the_end) == {(ended[0][0], 0, 2 if few else 3)}, "rounds of the new epoch are direct"
 
 
 def test_a_closed_worker_ends_its_communicators() -> None:

@@ -174,6 +174,7 @@ def test_something_else_than_a_coordinator_is_status_2(capsys: pytest.CaptureFix
         status, report = doctor(capsys, url)
     assert status == 2
     assert f"no coordinator answers at {url}: " in said(report)
+    assert "check the port, start `gradserver serve` there" in said(report)
 
 
 def test_a_host_without_an_address_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:

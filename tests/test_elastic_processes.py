@@ -108,7 +108,7 @@ def test_options_that_do_not_go_together(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon, "serve", lambda *_, **__: pytest.fail("it served"))
-    assert main(["serve", *arguments]) == 1
+    assert main(["serve", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 

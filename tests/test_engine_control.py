@@ -8,6 +8,7 @@ import pytest
 
 from gradserver.engine import Engine
 from gradserver.engine.commands import Close, Send
+from gradserver.engine.control.group.applicants import TOLD_AFTER_SECONDS, TOLD_EVERY_SECONDS
 from gradserver.engine.events import Garbled
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
@@ -25,7 +26,14 @@ from gradserver.protocol.errors import (
     WorkerLeftError,
     WorkerLostError,
 )
-from gradserver.protocol.limits import CREDIT_BYTES, MAX_GROUPS, MAX_NAME_BYTES, MAX_WORLD_SIZE, MIN_CREDIT_BYTES
+from gradserver.protocol.limits import (
+    CREDIT_BYTES,
+    MAX_GROUPS,
+    MAX_NAME_BYTES,
+    MAX_TEXT,
+    MAX_WORLD_SIZE,
+    MIN_CREDIT_BYTES,
+)
 from gradserver.protocol.messages import (
     Agreed,
     Failure,
@@ -33,6 +41,7 @@ from gradserver.protocol.messages import (
     Leave,
     Message,
     Missing,
+    Notice,
     Ping,
     Propose,
     Push,
@@ -301,9 +310,11 @@ def test_an_applicant_whose_time_is_up_is_told_which_ranks_are_missing() -> None
     harness = Harness()
     harness.join(1, "a", rank=1, world=4)
     harness.join(2, "b", rank=2, world=4, timeout=2 * TIMEOUT)
-    assert harness.engine.next_deadline() == TIMEOUT
+    assert harness.engine.next_deadline() == TOLD_AFTER_SECONDS
 
-    assert harness.wait(TIMEOUT - 0.1) == []
+    harness.wait(TOLD_AFTER_SECONDS)
+    assert harness.engine.next_deadline() == TIMEOUT
+    assert harness.wait(TIMEOUT - TOLD_AFTER_SECONDS - 0.1) == []
     harness.wait(0.1)
 
     error = harness.refusal(1)
@@ -322,7 +333,70 @@ def test_missing_ranks_are_named_as_well_as_they_can_be(ranks: tuple[int, int], 
         harness.join(connection, rank=rank, world=3, timeout=TIMEOUT + connection)
     harness.wait(TIMEOUT)
 
-    assert str(harness.refusal(0)).endswith(f"missing: {missing}")
+    error = str(harness.refusal(0))
+    assert f"missing: {missing}. Start them in time" in error
+    assert "connect(timeout=…)" in error
+
+
+def test_workers_that_wait_hear_after_a_while_and_again_which_others_came() -> None:
+    harness = Harness()
+    harness.join(SEATS + 1, "a", rank=0, world=3, timeout=60.0)
+    harness.join(SEATS + 9, "x", group="critics", world=2, timeout=60.0)
+    harness.wait(TOLD_AFTER_SECONDS - 0.1)
+    assert harness.silent(1, 9)
+    harness.wait(0.1)
+    (told,) = harness.told(1, Notice)
+    assert told.text == (
+        "group 'default' has waited for workers for 5 s: 1 of 3 came: 'a' (rank 0); missing: ranks 1, 2. This "
+        "coordinator also serves: group 'critics' has 'x'. This worker waits for another 55 s, as timeout=60 of "
+        "connect says"
+    )
+    assert harness.told(9, Notice)[0].text.startswith(
+        "group 'critics' has waited for workers for 5 s: 1 of 2 came: 'x'. "
+    )
+    assert [log.text for log in harness.logs if log.text.startswith("group 'default' has waited")] == [
+        told.text.partition(". This worker")[0]
+    ]
+    harness.wait(TOLD_EVERY_SECONDS - 0.1)
+    assert harness.silent(1)
+    harness.wait(0.1)
+    assert "has waited for workers for 35 s" in harness.told(1, Notice)[0].text
+
+
+def test_a_worker_that_comes_later_hears_as_soon_as_the_first() -> None:
+    harness = Harness()
+    harness.join(SEATS + 1, "a", world=3, timeout=60.0)
+    harness.wait(TOLD_AFTER_SECONDS + 1)
+    harness.join(SEATS + 2, "b", world=3, timeout=60.0)
+    harness.wait(TOLD_AFTER_SECONDS)
+    assert "2 of 3 came: 'a', 'b'. This worker" in harness.told(2, Notice)[0].text
+    harness.join(SEATS + 3, "c", world=3)
+    harness.wait(TOLD_EVERY_SECONDS)
+    assert not harness.told(2, Notice), "the group is complete"
+
+
+def test_the_status_counts_workers_that_came_joined_and_were_lost_also_of_groups_that_have_ended() -> None:
+    harness = Harness()
+    harness.join(SEATS, world=2)
+    totals = {"came": 1, "joined": 0, "lost": 0, "rounds": 0}
+    assert harness.engine.snapshot(0.0)["totals"] == totals
+    harness.join(SEATS + 1, world=2)
+    assert harness.engine.snapshot(0.0)["totals"] == totals | {"came": 2, "joined": 2}
+    harness.lose(0, ended=True)
+    harness.leave(1)
+    assert harness.engine.snapshot(0.0)["groups"] == {}
+    assert harness.engine.snapshot(0.0)["totals"] == totals | {"came": 2, "joined": 2, "lost": 1}
+
+
+def test_many_workers_that_wait_fit_into_one_notice() -> None:
+    harness = Harness()
+    for number in range(40):
+        harness.join(SEATS + number, f"{number}" + "n" * 80, world=60, timeout=60.0)
+        harness.join(SEATS + 100 + number, f"{number}" + "n" * 80, group=f"{number}" + "g" * 100, world=2, timeout=60.0)
+    harness.wait(TOLD_AFTER_SECONDS)
+    text = harness.told(0, Notice)[0].text
+    assert " and 32 more" in text
+    assert len(text) <= MAX_TEXT
 
 
 def test_an_applicant_whose_time_is_up_makes_room() -> None:

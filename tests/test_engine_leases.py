@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradserver.engine.commands import Command, Record, Send
+from gradserver.engine.commands import Command, Log, Record, Send
 from gradserver.engine.data_records import Claim as HandedOut, Committed, Data
-from gradserver.engine.policy import Policy
-from gradserver.engine.records import Round
+from gradserver.engine.policy import Policy, lateness_of
+from gradserver.engine.records import Cut, Round
 from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
 from gradserver.protocol.messages import Failure, Membership, Result, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
@@ -116,6 +116,91 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
     assert isinstance(written, Round)
     assert written.used_up == (Committed("data", 0, 0, False, ((0, 2),)), Committed("data", 0, 1, True, ((3, 5),)))
     assert claim(harness, 0, 3, 9) == ((6, 8),), "a member that gave nothing used nothing"
+
+
+def test_what_is_returned_is_written_down_before_it_is_told_and_others_get_it(harness: Harness) -> None:
+    claim(harness, 0, 1, 4)
+    commands = harness.receive(SEATS, Claim("data", 2, 0, 2, 0), pack(((1, 3),)))
+    (written,) = records(commands)
+    assert isinstance(written, Data)
+    assert written.left == ((1, 3), (6, 10))
+    assert isinstance(commands[1], Send)
+    assert told(harness, 0) == [(Claimed("data", 2, 0, False), ((4, 6),))]
+    (again,) = records(harness.receive(SEATS, Claim("data", 2, 0, 2, 0), pack(((1, 3),))))
+    assert again == HandedOut("default", "data", 0, 2, 0, ((4, 6),)), "the same answer, and nothing is returned"
+    assert told(harness, 0) == [(Claimed("data", 2, 0, False), ((4, 6),))]
+    assert claim(harness, 1, 1, 3) == ((1, 3), (6, 7))
+
+
+def late_of_three(late: str) -> Harness:
+    """Make three members that use the same ten samples. A round is closed without one of them that is late."""
+    harness = Harness({"default": Policy(3, 3, lateness=lateness_of(quorum=2, grace=0.1, late=late))})
+    harness.assemble(3, plan_of(3, 2))
+    for rank in range(3):
+        harness.receive(SEATS + rank, REGISTER, b"")
+        harness.sent(rank)
+    return harness
+
+
+@pytest.mark.parametrize("late", ["keep", "drop"])
+def test_a_late_member_has_its_samples_until_it_uses_or_returns_them(late: str) -> None:
+    harness = late_of_three(late)
+    for rank in range(3):
+        claim(harness, rank, 1, 3)
+    for rank in range(3):
+        use(harness, rank, 0, ((3 * rank, 3 * rank + 3),))
+    give(harness, 0, 0), give(harness, 1, 0)
+    (cut, over) = records(harness.wait(1.0))
+    assert isinstance(cut, Cut)
+    assert isinstance(over, Round)
+    assert [one.member_id for one in over.used_up] == [0, 1]
+    assert harness.group()["data"]["data"] == {"epoch": 0, "length": 10, "left": 1, "held": 3}
+    if late == "keep":
+        use(harness, 2, 1, ((6, 9),))
+        written = [record for rank in range(3) for record in records(give(harness, rank, 1))]
+        assert [one.ranges for record in written if isinstance(record, Round) for one in record.used_up] == [((6, 9),)]
+    else:
+        harness.receive(SEATS + 2, Claim("data", 2, 0, 0, 1), pack(((6, 9),)))
+        assert told(harness, 2) == [(Claimed("data", 2, 0, False), ())]
+        assert claim(harness, 0, 2, 9, round_number=1) == ((6, 10),)
+
+
+def test_a_round_waits_for_a_late_member_with_the_last_samples() -> None:
+    harness = late_of_three("drop")
+    claim(harness, 2, 1, 10)
+    use(harness, 2, 0, ((0, 4),))
+    give(harness, 0, 0), give(harness, 1, 0)
+    commands = harness.wait(1.0)
+    assert records(commands) == []
+    (text,) = [command.text for command in commands if isinstance(command, Log)]
+    assert "round 0 of group 'default' waits for 'w2' (rank 2)" in text
+    assert text.endswith("No other worker has samples of epoch 0 of data 'data'")
+    (written,) = records(give(harness, 2, 0))
+    assert isinstance(written, Round)
+    assert written.used_up == (Committed("data", 0, 2, False, ((0, 4),)),)
+
+
+def test_rounds_without_an_update_are_told_with_what_they_wait_for() -> None:
+    harness = Harness({"default": 2})
+    harness.assemble(2, plan_of(3))
+    for rank in range(2):
+        harness.receive(SEATS + rank, REGISTER, b"")
+        harness.sent(rank)
+    claim(harness, 1, 1, 4)
+    texts = list[str]()
+    for number in range(60):
+        commands = harness.wait(0.1)
+        for rank in range(2):
+            commands += harness.push(rank, bucket(number), weight=0.0)
+        texts += [command.text for command in commands if isinstance(command, Log)]
+    assert len(texts) == 2, "after 2 s and 4 s"
+    assert texts[0].startswith(
+        "group 'default' has made 21 rounds in 2.0 s without an update, as no worker has given a"
+    )
+    assert texts[0].endswith("of data 'data', epoch 0, 6 samples are left, and there are 4 at 'w1' (rank 1)")
+    assert harness.group()["without_update"] == {"rounds": 60, "seconds": pytest.approx(5.9)}
+    give(harness, 0, 60, 0), give(harness, 1, 60, 0)
+    assert harness.group()["without_update"] is None
 
 
 def test_a_claim_waits_for_the_rounds_before_it(harness: Harness) -> None:

@@ -15,6 +15,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.events import Branched, Disconnected, Garbled, NonFinite
 from gradserver.engine.journal_state import MAX_ENDED, Dated
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
+from gradserver.engine.proofs import Said
 from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
 from gradserver.engine.reports import Behind
 from gradserver.protocol.beacon import beacon_id
@@ -98,6 +99,14 @@ class Group:
     def hold(self, rank: int, number: int, *spans: Span, connection: int = BACK) -> None:
         generation = self.harness.engine.control.groups["default"].recovery.generation
         self.harness.receive(connection + rank, Holding(generation, number, 1.0), pack_spans(spans))
+
+    def prove(self, held: Held, payload: bytes | None = None, made: int = 0) -> Held:
+        """Return what a member says with a result, with the proof that it was made."""
+        proofs = self.harness.engine.data.groups["default"].proofs
+        assert proofs is not None
+        said = Said(held.key, held.weight, held.without, held.weights)
+        hashes = proofs.hashes(payload, (len(payload or b""),))
+        return replace(held, proof=proofs.prove(made, said, held.slice, hashes, held.squares))
 
     def told(self, rank: int, connection: int = BACK) -> list[object]:
         return [message for message, _ in self.harness.inbox.pop(connection + rank, [])]
@@ -244,9 +253,10 @@ def test_what_some_hold_and_others_lack_is_handed_on_before_any_goes_on() -> Non
 
     assert group.told(0) == [Fetch(2, bucket(3), 0)]
     assert group.told(1) == [Resumed(2, 2)]
-    group.harness.receive(BACK, Held(2, bucket(3), 0, 2.5, True, (7,)), ONE)
+    result = group.prove(Held(2, bucket(3), 0, 2.5, True, (7,)), ONE)
+    group.harness.receive(BACK, result, ONE)
     assert group.harness.inbox.pop(BACK + 1) == [
-        (Result(bucket(3), 0, 2.5, True, without=(7,)), [ONE]),
+        (Result(bucket(3), 0, 2.5, True, without=(7,), proof=result.proof), [ONE]),
         (Standing(2, 3), []),
     ]
     assert group.told(0) == [Standing(2, 3)]
@@ -289,13 +299,15 @@ def test_what_is_handed_on_comes_in_order_so_that_each_holds_a_prefix() -> None:
         group.hold(2, 3)
         group.told(2)
 
-        last, middle, first = (Held(2, bucket(3), index, 3.5, True, (7,), both.weights) for index in (2, 1, 0))
+        held = [Held(2, bucket(3), index, 3.5, True, (7,), both.weights) for index in (2, 1, 0)]
+        last, middle, first = (group.prove(one, ONE) for one in held)
         group.harness.receive(BACK, last, ONE)
         group.harness.receive(BACK + 1, middle, ONE)
         assert group.told(2) == []
         group.harness.receive(BACK, first, ONE)
 
-        results = [Result(bucket(3), index, 3.5, True, without=(7,), weights=both.weights) for index in range(3)]
+        told = {"without": (7,), "weights": both.weights}
+        results = [Result(bucket(3), one.slice, 3.5, True, **told, proof=one.proof) for one in (first, middle, last)]
         assert group.told(2) == [*results, Standing(2, 3), RoundDone(3, 1)]
 
 
@@ -312,7 +324,8 @@ def test_results_are_told_in_the_order_of_slices_in_whatever_order_they_are_made
         assert group.harness.silent(0, 1)
         group.harness.answer(first)
 
-        told = [message for message, _ in group.harness.sent(0) if isinstance(message, Result)]
+        sent = [message for message, _ in group.harness.sent(0)]
+        told = [message._replace(proof=b"") for message in sent if isinstance(message, Result)]
         assert told == [Result(bucket(0), index, 3.0, True, weights=(1.0, 2.0)) for index in range(3)]
 
 
@@ -475,7 +488,7 @@ def test_contributors_are_known_of_what_was_handed_on_before_its_holder_died() -
         group.hold(0, 0, Span(State.HELD, bucket(0), 0, 2, weights))
         group.hold(1, 0)
         group.hold(2, 0)
-        group.harness.receive(BACK, Held(2, bucket(0), 0, 3.5, True, (), weights), ONE)
+        group.harness.receive(BACK, group.prove(Held(2, bucket(0), 0, 3.5, True, (), weights), ONE), ONE)
         group.harness.feed(Disconnected(BACK, "it died", ended=True))
         assert Standing(2, 0) in group.told(1)
 
@@ -512,9 +525,10 @@ def test_a_member_that_has_not_heard_the_end_of_a_round_hears_it_then() -> None:
     group.hold(1, 2, held(2, 0))
     group.told(0)
     group.told(1)
-    group.harness.receive(BACK, Held(2, bucket(2, 1), 0, 2.0, False))
+    shown = group.prove(Held(2, bucket(2, 1), 0, 2.0, False))
+    group.harness.receive(BACK, shown)
 
-    assert group.told(1) == [Result(bucket(2, 1), 0, 2.0, False), RoundDone(2, 1), Standing(2, 3)]
+    assert group.told(1) == [Result(bucket(2, 1), 0, 2.0, False, proof=shown.proof), RoundDone(2, 1), Standing(2, 3)]
 
 
 def test_a_member_hears_of_the_epoch_that_others_heard_of_if_the_group_goes_back_to_an_earlier_round() -> None:

@@ -61,7 +61,7 @@ def test_a_worker_with_a_scaled_loss_is_evicted_and_training_goes_on(options: di
     taken: list[list[list[int]]] = [[] for _ in range(WORLD)]
 
     def work(worker: Worker) -> Any:
-        factor = -10.0 if worker.rank == BAD else 1.0
+        factor = 10.0 if worker.rank == BAD else 1.0
         return evicted_or(worker, partial(train, worker, factor, taken[worker.rank]))
 
     with LocalCluster(WORLD, elastic=(3, WORLD), outliers="leave-out", **options) as cluster:
@@ -133,7 +133,7 @@ def _committed(path: Path) -> Iterator[Ranges]:
 def test_workers_with_unequal_numbers_of_batches_come_to_the_end_without_an_evicted_one() -> None:
     def work(worker: Worker) -> Any:
         torch.manual_seed(0)
-        module, factor, count = nn.Linear(20, 3), -10.0 if worker.rank == BAD else 1.0, 12 + 3 * worker.rank
+        module, factor, count = nn.Linear(20, 3), 10.0 if worker.rank == BAD else 1.0, 48 + 3 * worker.rank
         model = DistributedDataParallel(module, worker)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
 
@@ -185,7 +185,7 @@ def test_workers_that_average_parameters_go_on_without_an_evicted_one(fragments:
         model = LocalSGD(module, worker, optimizer, every=2, fragments=fragments)
 
         def loop() -> dict[str, torch.Tensor]:
-            for number in range(40):
+            for number in range(120):
                 optimizer.zero_grad()
                 start = (number * WORLD + worker.rank) * BATCH % LENGTH
                 loss_of(model, slice(start, start + BATCH)).backward()  # type: ignore[no-untyped-call]

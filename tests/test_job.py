@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradserver
-from gradserver import DistributedDataParallel, Job, ShardSampler
+from gradserver import DistributedDataParallel, Job, LocalCluster, ShardSampler
 from gradserver.protocol.errors import (
     DisagreementError,
     DivergedError,
@@ -227,6 +227,57 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
         stop_on_sigterm(job)
         signal.raise_signal(signal.SIGTERM)
     assert (job.stopped, noted) == (0, [signal.SIGTERM])
+
+
+def test_a_job_of_another_thread_says_that_sigterm_does_not_reach_it(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> None:
+        thread = threading.Thread(target=stop_on_sigterm, args=(Stoppable(),), name="trainer")
+        thread.start()
+        thread.join()
+
+    with handler(signal.SIG_DFL):
+        make()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    (told,) = caplog.messages
+    assert told.startswith("this job does not save on SIGTERM: it was made in the thread 'trainer'")
+    assert "Make the job in the main thread, or call job.stop() from a SIGTERM handler" in told
+
+
+def test_a_job_of_another_thread_is_silent_where_sigterm_is_handled(caplog: pytest.LogCaptureFixture) -> None:
+    job, first = Stoppable(), Stoppable()
+    thread = threading.Thread(target=stop_on_sigterm, args=(job,))
+    with handler(signal.SIG_DFL):
+        stop_on_sigterm(first)  # of the main thread: it handles the signal for all
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGTERM)
+    assert (job.stopped, caplog.messages) == (1, [])
+    with handler(lambda *_: None):
+        thread = threading.Thread(target=stop_on_sigterm, args=(job,))
+        thread.start()
+        thread.join()
+    assert caplog.messages == []
+
+
+def test_a_job_of_a_process_that_was_forked_behind_another_job_is_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, signal
+from tests.test_job import Stoppable
+from gradserver.worker.job.stopping import stop_on_sigterm
+first = Stoppable()
+stop_on_sigterm(first)
+if os.fork() == 0:
+    job = Stoppable()
+    stop_on_sigterm(job)
+    signal.raise_signal(signal.SIGTERM)
+    print("stopped", job.stopped, flush=True)
+    os._exit(0)
+os.wait()
+""")
+    with Program(str(script), loaded="torch") as program:
+        assert program.expect("stopped ", STARTED_WITHIN) == "1"
+        assert program.end(10.0) == 0
 
 
 @pytest.mark.parametrize("case", ["del job", "os.fork() and os.wait() and os._exit(0)"])
@@ -545,7 +596,7 @@ def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
 
     def work(worker: Worker) -> None:
         job = job_of(worker)
-        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is no whole checkpoint"
+        match = r"'worker-1' \(rank 1\) cannot load the checkpoint: .*bad.gsckpt is not a whole checkpoint"
         with pytest.raises(StateError, match=match):
             job.load(bad if worker.rank == 1 else tmp_path)
         assert job.round == 0
@@ -606,3 +657,34 @@ def test_killed_and_terminated_processes_go_on_to_the_bits_of_the_undisturbed_ru
             ends = {(process.expect("resumed ", STARTED_WITHIN), process.expect("weights ")) for process in processes}
             assert ends == {("round-000000006.gsckpt", str(undisturbed.digest))}
             assert [process.end() for process in processes] == [0, 0]
+
+
+def test_a_buffer_that_a_first_forward_makes_is_in_the_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+            self.scale: torch.Tensor | None
+            self.register_buffer("scale", None)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.scale is None:
+                self.scale = inputs.abs().mean(0)
+            result: torch.Tensor = self.linear(inputs / self.scale)
+            return result
+
+    def work(worker: Worker, value: float) -> tuple[int, list[float]]:
+        module = Late()
+        model = DistributedDataParallel(module, worker, buffers_to_ignore=["scale"])
+        job = Job(model, torch.optim.SGD(model.parameters(), 0.1), checkpoint=tmp_path)
+        begun = job.round
+        model(torch.full((3, 2), value)).sum().backward()
+        job.step()
+        job.save()
+        assert module.scale is not None
+        return begun, module.scale.tolist()
+
+    with LocalCluster(1) as cluster:
+        assert cluster.run(work, 2.0) == [(0, [2.0, 2.0])]
+    with LocalCluster(1) as cluster:
+        assert cluster.run(work, 5.0) == [(1, [2.0, 2.0])]

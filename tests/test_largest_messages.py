@@ -28,6 +28,7 @@ from gradserver.protocol.limits import (
     MAX_NUMEL,
     MAX_PACE,
     MAX_PLANE_REASON,
+    MAX_PROOF_BYTES,
     MAX_RATE,
     MAX_SEED,
     MAX_SHARDS,
@@ -177,8 +178,13 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         ),
         (RoundDone(MAX_COUNTER, MAX_COUNTER, transfers), -1),
         (Push(KEY, MAX_COUNTER, MAX_WEIGHT, True, OPERATION, MAX_SLICES, PLACE, MAX_COUNTER, PLACE), -1),
-        (Result(KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS, ALL, SQUARES), -1),
-        (Held(MAX_COUNTER, KEY, MAX_COUNTER, 2e33, True, ALL, WEIGHTS, SQUARES[:2]), 1),
+        (
+            Result(
+                KEY, MAX_COUNTER, 2e33, True, MAX_SLICES, True, True, ALL, WEIGHTS, ALL, SQUARES, bytes(MAX_PROOF_BYTES)
+            ),
+            -1,
+        ),
+        (Held(MAX_COUNTER, KEY, MAX_COUNTER, 2e33, True, ALL, WEIGHTS, SQUARES[:2], bytes(MAX_PROOF_BYTES)), 1),
         (Propose(TEXT, MAX_CLAIMED, TEXT, (MAX_COUNTER,) * MAX_LIST, MAX_COUNTER), 1),
         (Agreed(TEXT, MAX_COUNTER, MAX_COUNTER), 1),
         (Opens(MAX_CLAIMED, MAX_COUNTER), -1),

@@ -86,6 +86,57 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_gave_counts_later_or_never(
     assert ("is added to what it gives next" in chronic) == (late == "keep")
 
 
+def test_what_a_worker_without_a_batch_gave_too_late_counts_in_a_later_round() -> None:
+    others_are_ahead = threading.Event()
+
+    def work(worker: Worker) -> list[tuple[float, float]]:
+        worker.agree(PLAN)
+        if worker.rank == SLOW:
+            assert others_are_ahead.wait(PATIENCE)
+        results = [Round(worker, worker.rank).finish_all()[:2]]
+        others_are_ahead.set()
+        while results[-1][1] > 0 or len(results) < 3:
+            worker.barrier()
+            small, large = np.full(3, np.nan, np.float32), np.full(600_000, np.nan, np.float32)
+            handle = worker.push(1, small, weight=0.0)
+            worker.push(0, large, weight=0.0)
+            worker.finish_round()
+            assert (large == large[0]).all()
+            results.append((float(small[0]), handle.weight))
+        return results
+
+    with cluster_of_four(quorum=3, grace=0.5, late="keep") as cluster:
+        results = cluster.run(work)
+    assert all(row == results[0] for row in results)
+    assert sum(value * weight for value, weight in results[0]) == pytest.approx(0 + 1 + 2 + 3)
+
+
+def test_what_a_late_worker_keeps_is_dropped_when_it_is_too_old(caplog: pytest.LogCaptureFixture) -> None:
+    others_are_ahead = threading.Event()
+
+    def work(worker: Worker) -> list[float]:
+        worker.agree(PLAN)
+        if worker.rank == SLOW:
+            assert others_are_ahead.wait(PATIENCE)
+        results = [Round(worker, 1.0).finish_all()[1] for _ in range(8)]
+        others_are_ahead.set()
+        worker.barrier()
+        return [*results, Round(worker, 1.0).finish_all()[1]]
+
+    with cluster_of_four(quorum=3, grace=0.2, late="keep", staleness=2) as cluster, caplog.at_level(logging.WARNING):
+        results = cluster.run(work)
+    assert results[0][:8] == [3.0] * 8
+    assert results[0][8] <= 3 + 2 + 1, "two are kept of the eight that came too late"
+    texts = [record.message for record in caplog.records]
+    assert any(
+        "rank 3, was late for rounds 0 to 2. What it gave to them is more than 2 rounds old (--staleness), and is "
+        "dropped" in text
+        for text in texts
+    )
+    cuts = [text for text in texts if "closed without 'worker-3'" in text]
+    assert all(("drops what came too late" in text) == ("round 2 " in text or "round 5 " in text) for text in cuts)
+
+
 def test_a_late_worker_that_dies_is_not_missed() -> None:
     others_are_ahead = threading.Event()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gradserver.cli import main
-from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import ConnectionLostError, InvalidArgumentError
+from gradserver.protocol.messages import Welcome
 from gradserver.tools.launch import hosts, places
 from gradserver.tools.launch.devices import find_devices, visible_to
 from gradserver.tools.launch.failures import Failure, Tail, describe, diagnose, first, shown
@@ -21,6 +22,7 @@ from gradserver.tools.launch.hosts import Host, parse_hosts
 from gradserver.tools.launch.output import Lines
 from gradserver.tools.launch.places import Hello, assign, counts, environment_of
 from gradserver.tools.launch.report import listed, ranks
+from gradserver.worker.transport.farewell import out_before_entry
 from tests.commands import parse
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,6 +157,14 @@ def test_the_first_failure_is_the_first_traceback_and_not_the_first_end() -> Non
     assert first(caused) is caused[1]
 
 
+def test_the_end_of_a_worker_that_was_about_to_join_is_told_apart() -> None:
+    welcome = Welcome("g", 0, 1, 1, ("a",), member_ids=(0,), joins=True)
+    words = str(out_before_entry(welcome, ConnectionLostError("lost the coordinator"))).encode()
+    told = LOST.rpartition(b"gradserver.")[0] + b"gradserver.LeftOutError: " + words + b"\n"
+    assert failure(told).was_joining
+    assert not any(failure(other).was_joining for other in (LOST, BOOM, told + BOOM, b"about to join\n"))
+
+
 def test_a_traceback_in_pieces_counts_from_its_first_line() -> None:
     tail = Tail()
     for moment, byte in enumerate(CHAINED):
@@ -276,10 +286,10 @@ def test_hosts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' in '' is no host"),
-        ("a,,b", "'' in 'a,,b' is no host"),
-        ("a b", "'a b' in 'a b' is no host"),
-        ("-oProxyCommand=x", "is no host"),
+        ("", "'' in '' is not a host"),
+        ("a,,b", "'' in 'a,,b' is not a host"),
+        ("a b", "'a b' in 'a b' is not a host"),
+        ("-oProxyCommand=x", "is not a host"),
         ("a:0", "0 is out of range: the number of workers on a is 1 to 1024"),
         ("a:x", "'x' is not the number of workers on a"),
         ("a:2,b,a", "'a' is named twice: write a:N for N workers there"),

@@ -101,7 +101,8 @@ def test_output_has_the_rank_in_front_and_keeps_its_stream(script: Write) -> Non
     )
     assert "2 workers on " in messages[1]
     assert messages[1].endswith(f"; coordinator {NOBODY[1]}")
-    assert sorted(messages[2:]) == ["[0] err", "[1] err"]
+    assert sorted(messages[2:4]) == ["[0] err", "[1] err"]
+    assert messages[4].startswith(f"gradserver run: no coordinator has answered at {NOBODY[1]}")
 
 
 def test_output_is_shown_when_it_is_printed(script: Write) -> None:
@@ -639,7 +640,7 @@ def test_hosts_that_cannot_be_used_are_named(script: Write, rsh: str, options: s
     ("frames", "message"),
     [
         ("encode(Kind.HELLO, {'version': '0.0.0'})", "gradserver is 0.0.0 there and "),
-        ("b'something else'", "what answers there is no agent of gradserver "),
+        ("b'something else'", "what answers there is not an agent of gradserver "),
     ],
 )
 def test_an_agent_of_another_version_is_refused(script: Write, tmp_path: Path, frames: str, message: str) -> None:

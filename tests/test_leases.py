@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -65,95 +64,178 @@ def _u64(value: int) -> bytes:
 # ── a model of control and workers ────────────────────────────────────────────────────────────────────
 
 ORDER = Order(23, 17, True)
+SLICES = frozenset({0, 1})
+
+
+class Given(NamedTuple):
+    """A worker's contribution to a round: samples, by slice of the gradients."""
+
+    samples: dict[int, Counter[int]]
+    counted: frozenset[int] = frozenset()
+    """Slices that have come in time."""
+
+
+class Member:
+    """One worker: its data, as `gradserver.DataRanges` has it, and gradients that it keeps."""
+
+    def __init__(self, first: int) -> None:
+        self.round = first
+        self.number = 0
+        self.left: Ranges = ()
+        self.used: Ranges = ()
+        self.returned: Ranges = ()
+        self.said: Ranges | None = None
+        """Samples that it names in its round; None before that has begun."""
+        self.kept = {index: Counter[int]() for index in SLICES}
+
+    def give(self, wanted: int) -> Given:
+        """Begin its round with some of its samples, or none, and with what it has kept."""
+        taken, self.left = lowest(self.left, wanted)
+        self.said, self.used = union(self.used, taken), ()
+        given = {index: self.kept[index] + Counter(within(taken)) for index in SLICES}
+        self.kept = {index: Counter() for index in SLICES}
+        return Given(given)
+
+    def hear(self, given: Given, keep: bool) -> None:
+        """Hear that its round is over, and which of its slices counted."""
+        assert self.said is not None
+        if given.counted != SLICES and keep:
+            self.kept = {index: given.samples[index] for index in SLICES - given.counted} | {
+                index: Counter() for index in given.counted
+            }
+            self.used = self.said
+        elif given.counted != SLICES:
+            self.returned = union(self.returned, self.said)
+        self.said = None
+        self.round += 1
 
 
 class Model:
-    """Workers that claim, use, come late, die and join, around positions that may be restored at any time."""
+    """Workers that claim, use, come late by any number of rounds, die and join, and a control that is restarted.
 
-    def __init__(self, seed: int, member_ids: int) -> None:
-        self.chance = random.Random(seed)
+    It knows which gradients are in which mean, and so how often each sample counted, whatever the table says.
+    """
+
+    def __init__(self, member_ids: int, keep: bool) -> None:
+        self.keep = keep
         self.positions = Positions()
         self.written: list[Kind] = [Group("g", 8, 1.0)]
         self.round = self.epoch = 0
-        self.present = set(range(member_ids))
-        self.numbers: Counter[int] = Counter()
-        self.held: dict[int, Ranges] = dict.fromkeys(self.present, ())
-        self.carried: dict[int, Ranges] = dict.fromkeys(self.present, ())
-        self.said: dict[int, Ranges] = {}
-        self.cut: set[int] = set()
-        """Workers that the open round was closed without."""
+        self.members = {member_id: Member(0) for member_id in range(member_ids)}
+        self.given: dict[tuple[int, int], Given] = {}
+        """Contributions of each member to the open round, and to those of which it has not heard that they are over."""
+        self.late: dict[int, set[int]] = {}
+        self.counted: dict[int, dict[int, Counter[int]]] = {}
+        """Number of times that each sample counted, by epoch and slice."""
+        self.excused: set[int] = set()
+        """Samples of this epoch that counted in a part of the slices when their worker died, or dropped the rest."""
         self.committed: list[Committed] = []
         self.note_members()
         self.positions.register("data", ORDER, 0, (), "w0")
         self.written += self.positions.states("g")
 
     def note_members(self) -> None:
-        self.written.append(
-            Epoch("g", 1, self.round, tuple((member_id, f"w{member_id}") for member_id in sorted(self.present)), "")
-        )
+        members = tuple((member_id, f"w{member_id}") for member_id in sorted(self.members))
+        self.written.append(Epoch("g", 1, self.round, members, ""))
 
-    def claim(self, member_id: int, wanted: int) -> bool:
-        self.numbers[member_id] += 1
-        use = self.positions.use("data")
-        answer = use.claim(member_id, self.numbers[member_id], self.epoch, wanted)
-        assert use.claim(member_id, self.numbers[member_id], self.epoch, wanted) == answer, "the same again"
+    # ── what workers do ───────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, member_id: int, wanted: int) -> None:
+        me, use = self.members[member_id], self.positions.use("data")
+        if me.round + (me.said is not None) > self.round:
+            return  # it is answered when the rounds before are over
+        me.number, returned, me.returned = me.number + 1, me.returned, ()
+        answer = use.claim(member_id, me.number, self.epoch, wanted, returned)
+        assert use.claim(member_id, me.number, self.epoch, wanted, returned) == answer, "the same again"
         assert count(answer.ranges) <= wanted
-        for held in self.held.values():
-            assert not both(held, answer.ranges), "it is another worker's"
-        self.held[member_id] = union(self.held[member_id], answer.ranges)
-        if answer.ranges:
+        for other in self.members.values():
+            assert not both(other.left, answer.ranges), "it is another worker's"
+        me.left = union(me.left, answer.ranges)
+        self.positions.begin_use("data", member_id, me.round)
+        if returned:
+            self.written += self.positions.states("g")
+        elif answer.ranges:
             self.written.append(Claim("g", "data", member_id, *answer))
-        return bool(answer.ranges)
 
-    def say(self, member_id: int, wanted: int) -> None:
-        """Let ``member_id`` name its contribution to the open round: some of what it holds, and what it carries."""
-        if member_id in self.cut:
-            return  # nothing that it says of this round would count
-        if member_id in self.said:
-            self.held[member_id] = union(self.held[member_id], self.said[member_id])
-        used, self.held[member_id] = lowest(self.held[member_id], wanted)
-        self.said[member_id] = union(used, self.carried.pop(member_id, ()))
-        self.held[member_id] = minus(self.held[member_id], self.said[member_id])
-        self.positions.used("data", self.epoch, member_id, self.round, self.said[member_id], self.round)
+    def give(self, member_id: int, wanted: int, in_time: frozenset[int] = SLICES) -> None:
+        """Let ``member_id`` begin its round. What it gives counts if that is open, and not closed without it."""
+        me = self.members[member_id]
+        if me.said is None and me.round <= self.round:
+            self.given[me.round, member_id] = me.give(wanted)
+        self.push(member_id, in_time)
 
-    def late(self, member_id: int, keep: bool) -> None:
-        self.cut.add(member_id)
-        self.positions.not_counted(member_id, self.round, keep)
-        self.written += [use.state("g") for use in self.positions.unwritten()]
-        said = self.said.pop(member_id, ())
-        if keep:  # also if it is late with nothing, behind a round that it was late in already
-            self.carried[member_id] = union(self.carried.get(member_id, ()), said)
+    def push(self, member_id: int, in_time: frozenset[int] = SLICES) -> None:
+        me = self.members[member_id]
+        if me.said is None:
+            return
+        self.positions.used("data", self.epoch, member_id, me.round, me.said, self.round)
+        if me.round == self.round and member_id not in self.late.get(self.round, ()):
+            given = self.given[me.round, member_id]
+            self.given[me.round, member_id] = given._replace(counted=given.counted | in_time)
+
+    def hear(self, member_id: int) -> None:
+        """Let ``member_id`` hear that its round is over, if it is."""
+        me = self.members[member_id]
+        if me.round < self.round and me.said is not None:
+            given = self.given.pop((me.round, member_id))
+            if given.counted and given.counted != SLICES and not self.keep:
+                self.excused.update(*given.samples.values())
+            me.hear(given, self.keep)
+
+    # ── what becomes of them ──────────────────────────────────────────────────────────────────────────
+
+    def cut(self, member_id: int) -> None:
+        """Close the open round without ``member_id``, unless no other would be left. All may have come meanwhile."""
+        late = self.late.setdefault(self.round, set())
+        if len(late | {member_id}) < len(self.members):
+            late.add(member_id)
 
     def die(self, member_id: int) -> None:
-        if len(self.present) > 1 and member_id in self.present:
-            self.present.remove(member_id)
-            self.positions.depart(member_id)
-            self.held.pop(member_id)
-            self.carried.pop(member_id, None)
-            self.note_members()
+        if len(self.members) == 1:
+            return
+        del self.members[member_id]
+        self.positions.depart(member_id)
+        for number, _ in [key for key in self.given if key[1] == member_id]:
+            given = self.given.pop((number, member_id))
+            if number == self.round and given.counted:
+                self.given[number, ~member_id] = given
+            if given.counted and given.counted != SLICES:
+                self.excused.update(*given.samples.values())
+        self.note_members()
 
     def come(self, member_id: int) -> None:
-        if member_id not in self.present and member_id not in self.said:
-            self.present.add(member_id)
-            self.held[member_id] = ()
-            self.numbers[member_id] = 0
+        """Let a worker join. It may get the id of one that is gone, and contribute to the same round."""
+        if member_id not in self.members:
+            self.members[member_id] = Member(self.round)
+            self.late.get(self.round, set()).discard(member_id)
             self.note_members()
 
     def over(self) -> None:
-        """End the round. Chance decides whether a dead one counted."""
-        weights = {member_id: 1.0 for member_id in self.said if member_id in self.present or self.chance.random() < 0.5}
-        partly = {member_id for member_id in weights if member_id not in self.present}
-        found = self.positions.commit(self.round, self.present, weights, partly)
-        assert all(one.partly == (one.member_id in partly) for one in found)
-        for member_id in self.said.keys() & weights.keys():
-            assert self.said[member_id] == union(*(one.ranges for one in found if one.member_id == member_id))
+        """End the round, if all have given everything that it waits for."""
+        late = self.late.get(self.round, set()) & self.members.keys()
+        awaited = self.members.keys() - late
+        there = {one: given for (number, one), given in self.given.items() if number == self.round}
+        if any(one not in there or there[one].counted != SLICES for one in awaited):
+            return
+        given = {one: found for one, found in there.items() if found.counted}
+        gone = {~one for one in given if one < 0} - {one for one in given if one >= 0}
+        weights = dict.fromkeys({*gone, *(one for one in given if one >= 0)}, 1.0)
+        if any(one < 0 and ~one in self.members for one in given):
+            return  # one record has no place for both
+        partly = {max(one, ~one) for one, found in given.items() if found.counted != SLICES}
+        found = self.positions.commit(self.round, self.members, weights, partly, late)
+        for one in given.values():
+            for index in one.counted:
+                per_slice = self.counted.setdefault(self.epoch, {index: Counter() for index in SLICES})
+                per_slice[index] += one.samples[index]
         self.committed += found
         self.written.append(Round("g", 1, RoundRecord(self.round, (1.0,) * 8, 0.0, 0.0, 0), found))
-        self.said, self.cut = {}, set()
+        for member_id in gone:
+            self.given.pop((self.round, ~member_id), None)
         self.round += 1
 
     def restart(self, restated: bool) -> None:
-        """Make control anew from the records, or a file that restates them. Present members repeat what they said."""
+        """Make control anew from the records, or a file that restates them. The open round is pushed once more."""
         read, books = [decode(*encode(record)) for record in self.written], JournalState()
         for record in read:
             books.apply(Dated(0.0, record))
@@ -162,23 +244,30 @@ class Model:
             for record in read:
                 books.apply(Dated(0.0, record))
         self.positions = books.groups["g"].positions
-        for member_id in list(self.said):
-            if member_id in self.present:
-                self.positions.used("data", self.epoch, member_id, self.round, self.said[member_id], self.round)
+        self.positions.go_on(self.round)
+        for number, one in [key for key in self.given if key[0] == self.round]:
+            given = self.given[number, one]._replace(counted=frozenset())
+            if one < 0:  # it is gone, with what it gave
+                del self.given[number, one]
             else:
-                del self.said[member_id]
+                self.given[number, one] = given
+        for member_id, me in self.members.items():
+            if me.round == self.round:
+                self.push(member_id)  # a round that was closed without it stays so
 
     def do(self, what: tuple[Any, ...]) -> None:
         name, member_id, number, flag = what
-        there = member_id in self.present
+        there = member_id in self.members
         match name:
             case "claim" if there:
                 self.claim(member_id, number)
-            case "say" if there:
-                self.say(member_id, number)
+            case "give" if there:
+                self.give(member_id, number, SLICES if flag else frozenset({0}))
+            case "hear" if there:
+                self.hear(member_id)
             case "late" if there:
-                self.late(member_id, flag)
-            case "die":
+                self.cut(member_id)
+            case "die" if there:
                 self.die(member_id)
             case "come":
                 self.come(member_id)
@@ -192,33 +281,42 @@ class Model:
         """Let all present members use what is left, each as long as it gets something."""
         for _ in range(100):
             use = self.positions.use("data")
-            if use.finished and use.epoch == self.epoch:
+            owes = any(any(kept.values()) for me in self.members.values() for kept in me.kept.values())
+            if use.finished and use.epoch == self.epoch and not owes:
                 return
-            for member_id in sorted(self.present):
+            for member_id in sorted(self.members):
+                while self.members[member_id].round < self.round:
+                    self.give(member_id, 0)
+                    self.hear(member_id)
                 self.claim(member_id, 3)
-                self.say(member_id, 5)
+                self.give(member_id, 5)
             self.over()
             self.positions.validate()
         raise AssertionError("some of it never comes to an end")
 
 
-names = st.sampled_from(["claim", "claim", "claim", "say", "say", "over", "over", "late", "die", "come", "restart"])
-steps = st.tuples(names, st.integers(0, 3), st.integers(0, 9), st.booleans())
+names = st.sampled_from(
+    ["claim", "claim", "give", "give", "give", "hear", "hear", "over", "over", "late", "late", "die", "come", "restart"]
+)
+steps = st.tuples(names, st.integers(0, 2), st.integers(0, 9), st.booleans())
 
 
-@given(st.lists(st.lists(steps, max_size=25), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 2**16))
+@given(st.lists(st.lists(steps, max_size=40), min_size=1, max_size=3), st.integers(1, 3), st.booleans())
 @settings(max_examples=examples(200))
-def test_each_position_is_used_up_exactly_once_in_each_epoch(
-    epochs: list[list[tuple[Any, ...]]], member_ids: int, seed: int
+def test_each_sample_counts_exactly_once_in_each_epoch_whatever_is_late_lost_or_restarted(
+    epochs: list[list[tuple[Any, ...]]], member_ids: int, keep: bool
 ) -> None:
-    model = Model(seed, member_ids)
+    model = Model(member_ids, keep)
     for epoch, done in enumerate(epochs):
-        model.epoch = epoch
+        model.epoch, model.excused = epoch, set()
         for what in done:
             model.do(what)
         model.finish()
         used = Counter(position for one in model.committed if one.epoch == epoch for position in within(one.ranges))
-        assert used == dict.fromkeys(range(ORDER.length), 1)
+        assert used == dict.fromkeys(range(ORDER.length), 1), "by the table"
+        for counted in model.counted[epoch].values():
+            found = {position: counted[position] for position in range(ORDER.length) if position not in model.excused}
+            assert found == dict.fromkeys(found, 1), "by the gradients that are in the means"
 
 
 # ── one thing after the other ─────────────────────────────────────────────────────────────────────────
@@ -252,24 +350,64 @@ def test_what_a_dead_worker_gave_in_part_is_used_up_and_marked(positions: Positi
     assert positions.use("data").done == ((0, 2),)
 
 
-@pytest.mark.parametrize("told", ["before", "meanwhile", "afterwards"])
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_late_member_keeps_it_or_gives_it_back(positions: Positions, keep: bool, told: str) -> None:
-    """Test it saying what it used before the round closes without it, or before it is over, or later."""
+@pytest.mark.parametrize("told", ["before", "afterwards"])
+def test_what_a_late_member_used_it_holds_until_it_uses_or_returns_it(positions: Positions, told: str) -> None:
+    """Test it saying what it used before the round is over, or later."""
     use = positions.use("data")
     use.claim(0, 1, 0, 4)
     if told == "before":
         positions.used("data", 0, 0, 7, ((0, 2),), 7)
-    positions.not_counted(0, 7, keep)
-    if told == "meanwhile":
-        positions.used("data", 0, 0, 7, ((0, 2),), 7)
-    assert positions.commit(7, {0, 1}, {1: 1.0}, ()) == ()
+    assert positions.commit(7, {0, 1}, {1: 1.0}, (), {0}) == ()
     if told == "afterwards":
         positions.used("data", 0, 0, 7, ((0, 2),), 8)
-    assert use.claim(1, 1, 0, 2).ranges == (((4, 6),) if keep else ((0, 2),))
-    if keep:
-        positions.used("data", 0, 0, 8, ((0, 4),), 8)
-        assert positions.commit(8, {0, 1}, {}, ()) == (Committed("data", 0, 0, False, ((0, 4),)),)
+    assert use.held == {0: ((0, 4),)}
+    positions.used("data", 0, 0, 8, ((0, 1),), 8)
+    assert positions.commit(8, {0, 1}, {}, ()) == (Committed("data", 0, 0, False, ((0, 1),)),)
+    assert use.claim(0, 2, 0, 2, ((1, 3),)).ranges == ((4, 6),), "others go first with what is returned"
+    assert use.claim(0, 2, 0, 2, ((3, 4),)).ranges == ((4, 6),), "the same again: that was returned"
+    assert use.claim(1, 1, 0, 2).ranges == ((1, 3),)
+
+
+def test_a_late_member_counts_if_all_that_it_gave_came_while_its_round_was_closed(positions: Positions) -> None:
+    positions.use("data").claim(0, 1, 0, 4)
+    positions.used("data", 0, 0, 7, ((0, 2),), 7)
+    assert positions.commit(7, {0, 1}, {0: 1.0, 1: 1.0}, (), {0}) == (Committed("data", 0, 0, False, ((0, 2),)),)
+    positions.used("data", 0, 0, 8, ((2, 4),), 8)
+    assert positions.commit(8, {0, 1}, {0: 1.0}, {0}, {0}) == (), "it hears that the rest was late"
+    assert positions.use("data").held == {0: ((2, 4),)}
+
+
+def test_a_member_may_use_samples_in_its_next_round_before_this_one_is_known_to_be_over(positions: Positions) -> None:
+    use = positions.use("data")
+    use.claim(0, 1, 0, 4)
+    positions.used("data", 0, 0, 7, ((0, 2),), 7)
+    positions.used("data", 0, 0, 8, ((0, 3),), 7)
+    assert use.used == {(8, 0): ((0, 3),)}
+    assert use.held == {0: ((3, 4),)}
+
+
+def test_the_next_holder_of_an_id_has_nothing_of_what_the_last_one_used(positions: Positions) -> None:
+    use = positions.use("data")
+    use.claim(0, 1, 0, 4)
+    positions.used("data", 0, 0, 7, ((0, 2),), 7)
+    positions.depart(0)
+    assert use.claim(0, 1, 0, 1).ranges == ((2, 3),)
+    positions.used("data", 0, 0, 7, ((2, 3),), 7)
+    assert use.held == {}
+    assert positions.commit(7, {1}, {1: 1.0}, ()) == ()
+    assert use.left == ((0, 10),)
+
+
+def test_a_later_control_waits_for_what_members_have_used_before_it_ends_a_round(positions: Positions) -> None:
+    positions.use("data").claim(0, 1, 0, 4)
+    again = Positions()
+    for record in positions.states("g"):
+        again.restore(record)
+    again.go_on(7)
+    assert again.awaits(7, {0, 1})
+    again.used("data", 0, 0, 7, ((0, 2),), 7)
+    assert not again.awaits(7, {0, 1})
+    assert again.awaits(8, {0, 1})
 
 
 def test_an_epoch_begins_when_the_one_before_is_used_up(positions: Positions) -> None:

@@ -325,8 +325,8 @@ def test_wrong_paths_groups_and_rounds_are_told_with_what_there_is(
     for arguments, message in (
         (("/nowhere",), "no ledger at /nowhere: no such file or directory"),
         ((tmp_path,), f"{tmp_path} contains no ledger: `gradserver serve --state-dir {tmp_path}` writes one"),
-        ((text,), f"{text} is no ledger file: it does not begin as one"),
-        ((text, "--verify"), f"{text} is no ledger file: it does not begin as one"),
+        ((text,), f"{text} is not a ledger file: it does not begin as one"),
+        ((text, "--verify"), f"{text} is not a ledger file: it does not begin as one"),
         ((trained, "--round", 99), f"{trained} has no round 99; it has rounds 0 to 2 of group 'default'"),
         ((trained, "--round", 99, "--json"), f"{trained} has no round 99; it has rounds 0 to 2 of group"),
         ((trained, "--from", 3, "--to", 9), f"{trained} has no rounds from 3 to 9; it has rounds 0 to 2"),
@@ -441,7 +441,7 @@ def test_options_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             main(["serve", *options])
         assert message in capsys.readouterr().err
-    assert main(["serve", "--join", "tcp://127.0.0.1:1", "--state-dir", "x"]) == 1
+    assert main(["serve", "--join", "tcp://127.0.0.1:1", "--state-dir", "x"]) == 2
     assert "--state-dir is an option of coordinators, not of data shards" in capsys.readouterr().err
 
 

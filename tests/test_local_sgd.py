@@ -35,6 +35,7 @@ from gradserver.worker.pacing.stopwatch import WallClock
 from tests.cluster import AMONG_MEMBERS, members, together, wait_until
 from tests.models import Transformer, loss_of, tokens
 from tests.replicas import distance, on, same
+from tests.seeded import seeded
 
 torch.set_num_threads(1)
 
@@ -670,3 +671,131 @@ def test_modules_on_a_device_stay_alike_and_near_to_those_on_the_cpu() -> None:
     found, expected = on(2, work, "cuda"), on(2, work, "cpu")
     assert same(*found)
     assert distance(found[0], expected[0]) < 1e-3
+
+
+# ── buffers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Attending(nn.Module):
+    """A module with a causal mask, which has -Inf and never changes, beside running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.mask: Tensor
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.softmax(self.norm(self.linear(inputs)) + self.mask[0], -1)
+
+
+def attend(worker: Worker, /, steps: int, spoil: Callable[[Attending], object] = lambda _: None, **options: Any) -> Any:
+    module = seeded(0, Attending)
+    optimizer = torch.optim.SGD(module.parameters(), 0.0)
+    model = LocalSGD(module, worker, optimizer, every=2, **options)
+    with model.join():
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(10 * step + worker.rank)
+            model(torch.randn(6, 4, generator=generator) + worker.rank).square().sum().backward()
+            if worker.rank == 1 and step == 2:
+                spoil(module)
+            optimizer.step()
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("nonfinite", ["halt", "leave-out", "skip", "propagate"])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}, {"wire": {"buffers": "bf16"}}])
+def test_a_constant_mask_with_infinities_is_left_alone_and_statistics_are_averaged(
+    options: dict[str, Any], nonfinite: Any
+) -> None:
+    with LocalCluster(2, nonfinite=nonfinite) as cluster:
+        one, other = cluster.run(attend, 6, **options)
+        exact, _ = cluster.run(attend, 6, average_buffers=False)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    assert torch.equal(one["mask"], mask)
+    assert torch.equal(other["mask"], mask)
+    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+        assert torch.equal(one[name], other[name])
+    assert not torch.equal(one["norm.running_mean"], exact["norm.running_mean"])
+
+
+def test_statistics_are_the_mean_of_all_workers_after_the_first_exchange() -> None:
+    averaged = on(2, attend, 2)
+    own = on(2, attend, 2, average_buffers=False)
+    for name in ("norm.running_mean", "norm.running_var"):
+        expected = (own[0][name] + own[1][name]) / 2
+        torch.testing.assert_close(averaged[0][name], expected)
+        assert torch.equal(averaged[0][name], averaged[1][name])
+
+
+def test_a_constant_table_does_not_travel() -> None:
+    class Tabled(nn.Module):
+        def __init__(self, numel: int) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.register_buffer("table", torch.randn(numel))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            result: Tensor = self.norm(self.linear(inputs))
+            return result
+
+    def spent(numel: int) -> int:
+        def work(worker: Worker) -> None:
+            module = Tabled(numel)
+            optimizer = torch.optim.SGD(module.parameters(), 0.1)
+            model = LocalSGD(module, worker, optimizer, every=1)
+            for step in range(4):
+                worker.barrier()
+                if worker.rank == 0 and step in (0, 3):
+                    marks.append(cluster.snapshot()["groups"])
+                worker.barrier()
+                model(torch.randn(6, 4)).sum().backward()
+                optimizer.step()
+
+        marks = list[Any]()
+        with LocalCluster(2) as cluster:
+            cluster.run(work)
+        first, last = ((one.values() if isinstance(one, dict) else one) for one in marks)
+        return sum(int(group["bytes_in"]) for group in last) - sum(int(group["bytes_in"]) for group in first)
+
+    assert 0 < spent(1 << 18) <= spent(1)
+
+
+@pytest.mark.parametrize("nonfinite", ["halt", "skip"])
+def test_a_buffer_that_becomes_infinite_is_called_a_buffer_with_the_options_that_fit(
+    nonfinite: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(module: Attending) -> None:
+        module.mask[3, 0] = -math.inf
+        module.mask[3, 1] = math.inf
+
+    with LocalCluster(2, nonfinite=nonfinite) as cluster:
+        if nonfinite == "halt":
+            with pytest.raises(NonFiniteError) as found:
+                cluster.run(attend, 6, spoil)
+            texts = [found.value.message]
+            assert (found.value.rank, found.value.parameter) == (1, "mask")
+        else:
+            cluster.run(attend, 6, spoil)
+            texts = [record.getMessage() for record in caplog.records if "NaN or Inf" in record.getMessage()]
+    assert texts
+    assert "in buffer 'mask'" in texts[0]
+    assert "buffers_to_ignore=['mask'], and average_buffers=False" in texts[0]
+    assert "learning rate" not in texts[0]
+
+
+def test_a_worker_that_joins_has_the_group_s_buffers_between_two_exchanges() -> None:
+    def work(worker: Worker) -> tuple[Any, ...]:
+        module = Attending()
+        model = LocalSGD(module, worker, every=4)
+        buffers = model._averaging._fragments[-1].buffers
+        with torch.no_grad():
+            module.get_buffer("norm.running_mean").add_(1.0 + worker.rank)  # since the last exchange
+            module.mask[0, 0] = float(worker.rank)
+        state = model.outer_state()
+        buffers.begin()
+        model.load_outer_state(state)
+        group = buffers._group
+        return group["norm.running_mean"].tolist(), group["mask"][0, 0].item(), module.mask[0, 0].item()
+
+    assert on(2, work) == [([0.0] * 4, 0.0, 0.0), ([0.0] * 4, 0.0, 1.0)]

@@ -13,7 +13,8 @@ from torch import nn
 
 import gradserver
 from gradserver.engine.commands import Contribution, Memory, Reduce
-from gradserver.engine.events import NonFinite, Undecodable
+from gradserver.engine.events import Undecodable
+from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.codecs import codec_of, seed_of
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import (
@@ -203,18 +204,29 @@ def test_bytes_that_say_nothing_are_their_senders_fault() -> None:
     assert outcome.member_id == 3
 
 
-def test_mean_that_overflows_blames_no_worker() -> None:
-    codec = codec_of("bf16")
-    largest = np.full(4, np.finfo(np.float32).max, np.float32)
-    payload = bytes(codec.encode(largest, None, 0))
+@pytest.mark.parametrize("policy", [OnNonFinite.HALT, OnNonFinite.PROPAGATE])
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 3.0]])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "topk:0.5"])
+def test_a_sum_out_of_range_is_mended_before_it_is_encoded(
+    wire: str, weights: list[float], policy: OnNonFinite
+) -> None:
+    codec = codec_of(wire)
+    large = np.array([3e38, -3e38, 0, 0], np.float32)
+    payload = bytes(codec.encode(large, None, 0))
     operation = operation_of(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 4, codec=codec)
-    contributions = [Contribution(rank, 1.0, payload) for rank in range(2)]
-    key = ExchangeKey(Stream.COLLECTIVE, 0)
+    contributions = [Contribution(rank, weight, payload) for rank, weight in enumerate(weights)]
+    key = ExchangeKey(Stream.BUCKET, 0)
+    memory = Memory()
 
-    outcome = reduce(Reduce("group", 1, key, 0, operation, 0, len(payload), 4, Memory(), contributions, (), True))
+    def made() -> Array:
+        given = Reduce("group", 1, key, 0, operation, 0, len(payload), 4, memory, contributions, (), True)
+        outcome = reduce(given._replace(nonfinite=policy))
+        assert isinstance(outcome, np.ndarray | memoryview)
+        result = np.empty(4, np.float32)
+        codec.decode(outcome, 4, result, 0)
+        return result
 
-    assert isinstance(outcome, NonFinite)
-    assert outcome.member_id == -1
+    np.testing.assert_allclose(made(), large, 2e-2)
 
 
 @pytest.mark.parametrize(

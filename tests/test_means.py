@@ -330,10 +330,12 @@ def test_it_is_passed_on_if_that_is_the_policy(rule: str) -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]])
+@pytest.mark.parametrize("policy", list(OnNonFinite))
 @pytest.mark.parametrize("rule", RULES)
-def test_sums_of_large_values_stay_in_range_where_slices_are_sifted(rule: str, weights: list[float]) -> None:
+def test_sums_of_large_values_stay_in_range(rule: str, policy: OnNonFinite, weights: list[float]) -> None:
     rows = [np.full(10, value, np.float32) for value in (3e38, 3.1e38, 3.2e38, 3.3e38, 3.4e38)]
-    outcome = reducer.reduce(command(rule, rows, weights, OnNonFinite.LEAVE_OUT, [(0, 10)]))
+    spans = [(0, 10)] if policy in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP) else []
+    outcome = reducer.reduce(command(rule, rows, weights, policy, spans))
     result = combined(outcome, np.float32)
     assert (result >= 1e38).all()
     assert np.isfinite(result).all()

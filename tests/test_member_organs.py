@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import DisagreementError, RoundVoidError, WorkerLostError
-from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
+from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream, layout_of
 from gradserver.protocol.messages import (
     Attend,
     Attended,
@@ -24,6 +25,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Used
 from gradserver.protocol.ranges import Ranges, pack
+from gradserver.worker.member.carryover import CarryOver, Contribution
 from gradserver.worker.member.donor import Donor
 from gradserver.worker.member.effects import Complete, Tell
 from gradserver.worker.member.identity import Identity
@@ -47,6 +49,8 @@ class Samples:
     def drop(self) -> None: ...
 
     def carry(self) -> None: ...
+
+    def give_back(self) -> None: ...
 
 
 def test_a_shard_lets_a_member_in_once_and_hears_of_a_recovery_by_its_number() -> None:
@@ -181,3 +185,43 @@ def test_a_word_about_memberships_is_for_their_members_from_its_round_on(
     told = rounds.commit_failed(ExchangeKey(Stream.BUCKET, number, 1), RoundVoidError("gone", epoch=epoch))
     assert told is (waiting if is_void else None)
     assert rounds.commit_failed(ExchangeKey(Stream.BUCKET, 0, 1), WorkerLostError("lost")) is waiting
+
+
+# ── what a late worker keeps ──────────────────────────────────────────────────────────────────────────
+
+
+def carried(carry: CarryOver, number: int, own: float, damps: bool = False) -> float:
+    """Return what is given to round ``number`` with weight 1, if ``own`` is this worker's gradient."""
+    data = np.array([own], np.float32)
+    layout = layout_of(Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 1), 1)
+    carry.add_to(0, data.view(np.uint8), 1.0, layout, FLOAT32, number=number, damps=damps)
+    return float(data[0])
+
+
+def kept(value: float, weight: float = 1.0) -> Contribution:
+    return Contribution(weight, np.array([value], np.float32).view(np.uint8))
+
+
+def test_the_age_of_what_is_kept_is_that_of_its_oldest_part() -> None:
+    carry = CarryOver()
+    carry.put(0, 0, kept(1.0), 4)
+    assert carry.since == 4
+    carried(carry, 5, 1.0)
+    assert carry.since is None, "it is on its way"
+    carry.put(0, 0, kept(2.0), 5)
+    assert carry.since == 4, "it came too late again"
+    carried(carry, 6, 1.0)
+    carry.put(0, 0, kept(1.0), 8)
+    assert carry.since == 8, "round 6 was in time"
+    carry.forget()
+    assert carry.since is None
+
+
+def test_what_is_kept_is_damped_by_its_age() -> None:
+    carry = CarryOver()
+    carry.put(0, 0, kept(8.0), 3)
+    assert carried(carry, 4, 0.0, damps=True) == (0.0 + 8.0 / 2) / 2
+    carry.put(0, 0, kept(4.0), 4)  # what was given to round 4 is kept as it was given
+    assert carried(carry, 6, 0.0, damps=True) == (0.0 + 4.0 * 2 / 4) / 2
+    carry.put(0, 0, kept(8.0), 7)
+    assert carried(carry, 8, 0.0) == 4.0

@@ -19,7 +19,7 @@ from torch import nn
 import gradserver
 from gradserver.local import LocalCluster
 from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.errors import InvalidArgumentError, NonFiniteError
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.job.job import Job
@@ -125,7 +125,7 @@ def test_nan_stays_where_it_is_if_it_is_passed_on(gather: Gather) -> None:
     assert (first.skipped, first.left_out) == (False, False)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "halt", "propagate"])
 def test_finite_elements_that_are_too_large_to_be_summed_have_a_mean(policy: Any) -> None:
     def work(worker: Worker) -> tuple[float, bool, bool]:
         worker.agree(simple_plan([("b", 4)], FLOAT32))
@@ -371,3 +371,20 @@ def test_a_gradient_exchange_says_that_a_step_is_skipped_and_gives_zeros() -> No
 
     with LocalCluster(2, nonfinite="skip") as cluster:
         assert cluster.run(work) == [(True, False, 0.0), (True, True, 0.0)]
+
+
+def test_an_overflow_on_purpose_ends_with_the_option_that_a_grad_scaler_needs() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(nn.Linear(2, 1), worker)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 2), 1e3)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with LocalCluster(2) as cluster, pytest.raises(NonFiniteError, match=r"GradScaler .*--nonfinite propagate"):
+        cluster.run(work)
+    with LocalCluster(2, nonfinite="propagate") as cluster:
+        cluster.run(work)

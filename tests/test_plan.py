@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +26,7 @@ from gradserver.protocol.limits import (
     MAX_DIMENSIONS,
     MAX_FRAME_BYTES,
     MAX_NUMEL,
+    MAX_PLAN_BYTES,
     MAX_TEXT,
     MIB,
 )
@@ -85,13 +88,13 @@ def test_a_plan_finds_its_buckets_and_counts_its_bytes() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (list, "1 to 16384 buckets, this one has 0"),
+        (list, "1 to 163840 buckets, this one has 0"),
         (lambda: [Bucket("same", FLOAT32, ())] * 2, "two buckets called 'same'"),
-        (lambda: [Bucket(str(i), FLOAT32, ()) for i in range(MAX_BUCKETS + 1)], "1 to 16384 buckets"),
-        (lambda: [Bucket("b", FLOAT32, (Component("p", ()),) * (MAX_COMPONENTS + 1))], "at most 65536 parameters"),
+        (lambda: [Bucket(str(i), FLOAT32, ()) for i in range(MAX_BUCKETS + 1)], "1 to 163840 buckets"),
+        (lambda: [Bucket("b", FLOAT32, (Component("p", ()),) * (MAX_COMPONENTS + 1))], "at most 655360 parameters"),
         (lambda: [Bucket("b", FLOAT32, (), Op.NONE)], "bucket 'b' says no way"),
         (lambda: [Bucket("b", FLOAT32, (Component("p", (MAX_NUMEL + 1,)),))], "more than"),
-        (lambda: [Bucket("b", BY_NAME["int32"], ())], "the mean of int32 is not a int32"),
+        (lambda: [Bucket("b", BY_NAME["int32"], ())], "the mean of int32 is not an int32"),
     ],
 )
 def test_what_is_no_plan_is_refused(make: Callable[[], list[Bucket]], message: str) -> None:
@@ -102,7 +105,7 @@ def test_what_is_no_plan_is_refused(make: Callable[[], list[Bucket]], message: s
 def test_the_last_two_of_the_most_buckets_may_be_the_ones_that_are_alike() -> None:
     keys = [str(number) for number in range(MAX_BUCKETS - 1)]
 
-    with pytest.raises(InvalidArgumentError, match="two buckets called '16382'"):
+    with pytest.raises(InvalidArgumentError, match="two buckets called '163838'"):
         Plan(tuple(Bucket(key, FLOAT32, ()) for key in [*keys, keys[-1]]))
 
 
@@ -113,8 +116,6 @@ def test_a_plan_that_cannot_be_written_down_is_refused_where_it_was_made() -> No
         _ = simple_plan([(long, 1)], FLOAT32).encoded
     with pytest.raises(InvalidArgumentError, match="65 dimensions, the limit is 64"):
         _ = Plan((Bucket("b", FLOAT32, (Component("p", (1,) * (MAX_DIMENSIONS + 1)),)),)).encoded
-    with pytest.raises(LimitExceededError, match="the plan encodes to .* bytes"):
-        _ = simple_plan([(f"{i}".rjust(MAX_TEXT), 1) for i in range(600)], FLOAT32).encoded
 
 
 # ── its bytes ─────────────────────────────────────────────────────────────────────────────────────────
@@ -180,10 +181,10 @@ HEAD = struct.pack("<I", 1) + struct.pack("<H", 1) + b"b"
     ("data", "kind", "message"),
     [
         (bytes(MAX_FRAME_BYTES + 1), LimitExceededError, "a plan of 4194305 bytes"),
-        (struct.pack("<I", MAX_BUCKETS + 1), LimitExceededError, "16385 buckets"),
+        (struct.pack("<I", MAX_BUCKETS + 1), LimitExceededError, "163841 buckets"),
         (struct.pack("<I", MAX_BUCKETS), MalformedMessageError, "cut off"),
         (struct.pack("<IH", 1, MAX_TEXT + 1), LimitExceededError, "name of 4097 bytes"),
-        (HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, MAX_COMPONENTS + 1), LimitExceededError, "65537 parameters"),
+        (HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, MAX_COMPONENTS + 1), LimitExceededError, "655361 parameters"),
         (HEAD + struct.pack("<BBBBII", 0, 0, 1, 0, 0, MAX_COMPONENTS), MalformedMessageError, "cut off"),
         (HEAD + struct.pack("<BBBBIIHB", 0, 0, 1, 0, 0, 1, 0, 65), LimitExceededError, "65 dimensions"),
         (HEAD + struct.pack("<BBBBII", 99, 0, 1, 0, 0, 0), MalformedMessageError, "no valid plan"),
@@ -195,12 +196,51 @@ HEAD = struct.pack("<I", 1) + struct.pack("<H", 1) + b"b"
         (HEAD + struct.pack("<BBBBII", 0, 0, 1, 99, 0, 0), MalformedMessageError, "no codec 99"),
         (HEAD + struct.pack("<BBBBII", 0, 0, 2, 1, 0, 0), MalformedMessageError, "only the mean of float32 can"),
         (HEAD + struct.pack("<BBBBIIHBQ", 0, 0, 1, 0, 0, 1, 0, 1, MAX_NUMEL + 1), MalformedMessageError, "more than"),
-        (struct.pack("<I", 0), MalformedMessageError, "1 to 16384 buckets"),
+        (struct.pack("<I", 0), MalformedMessageError, "1 to 163840 buckets"),
     ],
 )
 def test_bad_bytes_are_told_apart(data: bytes, kind: type[ProtocolError], message: str) -> None:
     with pytest.raises(kind, match=message):
         decode_plan(data)
+
+
+def test_a_large_plan_travels_packed() -> None:
+    components = tuple(Component(f"model.layers.{number}.{'x' * 120}.weight", (3,)) for number in range(50_000))
+    plan = Plan((Bucket("b", FLOAT32, components),))
+
+    assert len(plan.encoded) < MAX_FRAME_BYTES // 4
+    decoded = decode_plan(plan.encoded)
+    assert decoded == plan
+    assert decoded.hash == plan.hash
+    assert decode_plan(plan.encoded, [decoded]) is decoded
+
+
+@pytest.mark.parametrize(
+    ("bucket", "size"),
+    [
+        (lambda: Bucket("b", FLOAT32, tuple(Component("n" * 100, (1,)) for _ in range(400_000))), "encodes to 44"),
+        (
+            lambda: Bucket("b", FLOAT32, tuple(Component(random.randbytes(64).hex(), (1,)) for _ in range(100_000))),
+            "can be packed to ",
+        ),
+    ],
+)
+def test_a_plan_too_large_to_go_says_what_to_do(bucket: Callable[[], Bucket], size: str) -> None:
+    plan = Plan((bucket(),))
+
+    with pytest.raises(LimitExceededError, match=rf"{size}.* the limit is .*shorter names.*_ddp_params_and_buffers"):
+        _ = plan.encoded
+
+
+def test_a_bomb_takes_the_memory_of_a_plan_at_most(measured: Measured) -> None:
+    bomb = b"\xff" * 4 + zlib.compress(bytes(MAX_PLAN_BYTES * 4), 9)
+
+    assert measured(memory_of_a_lie, bomb) < 3 * MAX_PLAN_BYTES
+    with pytest.raises(LimitExceededError, match="a packed plan of more than 41943040 bytes"):
+        decode_plan(bomb)
+    for bad in (bomb[:-9], b"\xff" * 4 + zlib.compress(b"\1") + b"behind", b"\xff" * 9):
+        with pytest.raises(ProtocolError):
+            decode_plan(bad)
 
 
 def memory_of_a_lie(plan: bytes) -> int:

@@ -394,7 +394,7 @@ def test_plan_cannot_change_in_the_middle_of_a_round(gather: Gather) -> None:
 
 
 def test_plan_that_cannot_be_exchanged_is_refused_where_it_is_made() -> None:
-    with pytest.raises(UnsupportedOperationError, match="the mean of int64 is not a int64"):
+    with pytest.raises(UnsupportedOperationError, match="the mean of int64 is not an int64"):
         simple_plan([("b0", 1)], BY_NAME["int64"])
 
 

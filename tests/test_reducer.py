@@ -262,10 +262,53 @@ def test_infinities_that_cancel_are_found() -> None:
     assert blamed(arrays) == NonFinite(0, 0, "Inf")
 
 
-def test_mean_that_overflows_blames_no_worker() -> None:
+LARGE = {"float32": 3e38, "float64": 1.5e308, "bfloat16": 3e38, "float16": 6e4}
+
+
+@pytest.mark.parametrize("policy", list(OnNonFinite))
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+@pytest.mark.parametrize("name", LARGE)
+def test_finite_elements_with_a_sum_out_of_range_have_their_mean_alike_wherever_it_is_cut(
+    name: str, weights: list[float], policy: OnNonFinite
+) -> None:
+    dtype = numpy_dtype(BY_NAME[name])
+    rows = [np.linspace(-1, 1, 50).astype(dtype) for _ in range(3)]
+    plain = reduce(command(Op.MEAN, name, [row.tobytes() for row in rows], weights))
+    for row in rows:
+        row[[7, 48]] = LARGE[name], -LARGE[name]
+
+    def made(start: int, stop: int) -> bytes:
+        spans = ((0, stop - start),) if policy in (OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP) else ()
+        whole = command(Op.MEAN, name, [row[start:stop].tobytes() for row in rows], weights)
+        outcome = reduce(whole._replace(nonfinite=policy, spans=spans))
+        assert not isinstance(outcome, NonFinite)
+        return bytes(outcome)
+
+    result = np.frombuffer(made(0, 50), dtype)
+    np.testing.assert_allclose(result[[7, 48]].astype(np.float64), [LARGE[name], -LARGE[name]], 1e-2)
+    others = np.delete(np.arange(50), [7, 48])
+    assert not isinstance(plain, NonFinite)
+    assert result[others].tobytes() == np.frombuffer(plain, dtype)[others].tobytes()  # ordinary sums keep their bits
+    for cut in (1, 7, 8, 33, 49):
+        assert made(0, cut) + made(cut, 50) == result.tobytes()
+
+
+def test_a_sum_out_of_range_beside_an_infinity_is_mended_and_the_infinity_blamed_or_passed_on() -> None:
+    arrays = [np.array([3e38, math.inf, 1.0], np.float32), np.array([3e38, 1.0, 1.0], np.float32)]
+
+    assert blamed(arrays) == NonFinite(0, 1, "Inf")
+    passing = command(Op.MEAN, "float32", [array.tobytes() for array in arrays])._replace(
+        nonfinite=OnNonFinite.PROPAGATE
+    )
+    outcome = reduce(passing)
+    assert not isinstance(outcome, NonFinite)
+    np.testing.assert_array_equal(np.frombuffer(outcome, np.float32), np.array([3e38, math.inf, 1.0], np.float32))
+
+
+def test_the_mean_of_the_largest_numbers_is_that_number() -> None:
     largest = np.full(3, np.finfo(np.float32).max)
 
-    assert blamed([largest, largest]) == NonFinite(-1, 0, "Inf")
+    np.testing.assert_array_equal(combine(Op.MEAN, [largest, largest, None], [1.0, 1.0, 1e-300]), largest)
 
 
 @pytest.mark.parametrize("name", HAVE_NAN)

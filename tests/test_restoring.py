@@ -185,7 +185,7 @@ def test_memberships_are_kept_from_that_on_which_is_in_force(tmp_path: Path) -> 
     epochs = [Epoch("g", number, 1, ((0, "a"),), "somebody left") for number in (2, 3, 4)]
     write(tmp_path, *FOUNDED, round_record(0), *epochs, Boundary("g", 0, 3))
 
-    assert [record.epoch for record in restored(tmp_path) if isinstance(record, Epoch)] == [3, 4]
+    assert [record.epoch for record in restored(tmp_path) if isinstance(record, Epoch)] == [0, 3, 4], "0 has the names"
 
 
 def test_one_file_is_enough(tmp_path: Path) -> None:
@@ -213,6 +213,22 @@ def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (group.state.value, group.rounds.number, group.members.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
     assert group.members.identities.present == (1,)
     assert found.next_deadline() == 60.0
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_lost_members_come_back_to_their_places_after_two_restarts(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    names = ((0, "a"), (1, "b"), (2, "c"))
+    left = Epoch("g", 2, 1, names[:1], "two were lost")
+    founded: list[Kind] = [Group("g", 3, 60.0), FOUNDED[1], Epoch("g", 1, 0, names, "complete"), FOUNDED[3]]
+    write(path, *founded, left, Boundary("g", 0, 2))
+    write(path)
+    found, _ = engine(path, Policy(1, 4))
+    for connection, join in enumerate([Join("g", "c", rank, 0, 60.0), Join("g", "b", -1, 0, 60.0)], 1):
+        commands = found.handle(Received(connection, join), 0.0)
+        assert not any(isinstance(one, Send) and isinstance(one.message, Failure) for one in commands)
+    learners = found.control.groups["g"].learners.by_id
+    assert {member_id: learner.join.name for member_id, learner in learners.items()} == {1: "b", 2: "c"}
 
 
 @pytest.mark.parametrize(

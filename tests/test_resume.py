@@ -433,7 +433,8 @@ def test_waiting_is_said_and_has_an_end(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "(connection refused); round 0 goes on when it is back, giving up after 0.5 s" in caplog.text
 
 
-def test_time_without_a_coordinator_is_not_counted(scene: Scene) -> None:
+def test_time_without_a_coordinator_is_not_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Test also that the worker says that the coordinator is back, as loudly as it said that it was lost."""
     handle = scene.worker.push(1, scene.data[1])
     waiting = Task(handle.wait, 0.5)
     scene.pushes((SHORT, 0))
@@ -446,6 +447,8 @@ def test_time_without_a_coordinator_is_not_counted(scene: Scene) -> None:
     scene.pushes((SHORT, 0))
     scene.now.say(Missing(scene.now.hear(Inquire).key, ("w9",)))
     assert waiting.error(DeadlineError).missing == ("w9",)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any(" is back after " in text for text in warnings), warnings
 
 
 def test_a_member_that_was_left_out_is_told_so_everywhere(scene: Scene) -> None:

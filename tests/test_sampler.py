@@ -475,11 +475,13 @@ def test_other_errors_of_the_constructor() -> None:
         ShardSampler(10, 0, 1, uneven="keep", drop_last=True)
     with refused(InvalidWorldSizeError, "world_size is 2 and num_replicas is 3: give one"):
         ShardSampler(10, 0, 2, num_replicas=3)
-    how = "which was not given: give both, or call ShardSampler.for_worker(dataset, worker)"
-    with refused(InvalidWorldSizeError, f"a shard is one of world_size shards, {how}"):
+    how = "call ShardSampler.for_worker(dataset, worker), or give rank and world_size: ShardSampler(dataset, 0, 4)"
+    with refused(InvalidWorldSizeError, f"world_size was not given: {how}"):
         ShardSampler(10)
-    with refused(InvalidRankError, f"a shard is that of one rank, {how}"):
+    with refused(InvalidRankError, f"rank was not given: {how}"):
         ShardSampler(10, num_replicas=3)
+    with refused(InvalidRankError, f"rank is of the type object, and must be a whole number: {how}"):
+        ShardSampler(10, object())  # type: ignore[arg-type]
 
 
 # --- in a DataLoader -------------------------------------------------------------------------------

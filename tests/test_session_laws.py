@@ -19,6 +19,8 @@ from gradserver.engine.policy import Lateness, Policy
 from gradserver.engine.records import Boundary, Entered, Epoch
 from gradserver.protocol.exchange import Stream
 from gradserver.worker.clock import Clock
+from gradserver.worker.session import Session
+from gradserver.worker.transport import rejoining
 from tests.crash_harness import Trap
 from tests.examples import examples
 from tests.fibers import Scheduler, driving
@@ -251,6 +253,35 @@ def test_whichever_worker_is_lost_when_others_join_all_laws_hold(
 ) -> None:
     group = Group(world, sizes, program + [ROUND] * 5, seed, rates, crashes)
     hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
+
+
+@pytest.mark.parametrize("rates", [(1.0,), (1.0, 1.0)], ids=["one shard", "two"])
+@pytest.mark.parametrize("lost", ["the coordinator", "its connection", "another one's"])
+def test_a_worker_that_is_about_to_join_does_so_again(
+    lost: str, rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_in, seen = rejoining.let_in, set[tuple[int, bool]]()
+
+    def noted(session: Session, *arguments: Any) -> None:
+        seen.add((len(session.member.plans.settled), session.learner.asked is not None))
+        let_in(session, *arguments)
+
+    monkeypatch.setattr(rejoining, "let_in", noted)
+    for step in range(2, 50, 6):
+        program, policy = [Act(section=number % 2) for number in range(8)], Policy(3, 8)
+        group = Group(3, [[8], [20]], program, step, rates, policy=policy)
+        losses = {
+            "the coordinator": partial(group.world.lose_soon, 0),
+            "its connection": partial(group.break_line, 2),
+            "another one's": partial(group.break_line, 0),
+        }
+        group.world.at[1].append(partial(group.kill, 2))  # the others wait for another worker
+        group.world.at[2].append(partial(group.join, step))
+        group.world.at[2 + step].append(losses[lost])
+        check(group)
+        assert [node.name for node in group.nodes if node.finished and node.rank < 0] == ["w2"]
+        assert group.uids == 4, "no process was started again"
+    assert seen or lost == "another one's", "it had to join again"
 
 
 @given(worlds, more_modules, st.data(), few_fuses, traps, early, happenings, happenings, many_rates, seeds)

@@ -94,6 +94,25 @@ def test_what_a_worker_gave_too_late_it_says_to_have_used_when_it_counts(tape: T
     assert data.use(2) == ()
 
 
+def test_what_a_worker_drops_it_returns_with_its_next_claim_whether_it_was_heard_to_use_it_or_not(tape: Tape) -> None:
+    session = joined_session(tape, member_ids=(0, 1, 2), late="drop")
+    agree(session, tape, plan_of(1))
+    data = ranges_of(session, tape)
+    push(session, 0)
+    session.receive(Result(bucket(0, 0), 0, 1.0, True, without=(1,)), (memory(1).data,))
+    session.receive(RoundDone(0, 7), ())
+    session.finish_round(1.0)
+    tape.take()
+    task = Task(data.finished)
+    asked = Claim("data", 2, 0, 0, 1), (pack(((0, 4),)),)
+    while asked not in tape.sent:
+        assert not task.ended(0.001)
+    assert asked in session.member.again(), "until it has an answer"
+    session.receive(Claimed("data", 2, 0, False), (b"",))
+    assert not task.result()
+    assert data.use(1) == ()
+
+
 def test_on_a_new_connection_what_is_open_is_said_and_asked_again(session: Session, tape: Tape) -> None:
     data = ranges_of(session, tape)
     push(session, 0)

@@ -512,7 +512,9 @@ def complaint(*arguments: str) -> str:
 
 def test_joining_a_shard_or_what_is_no_coordinator_is_told(pair: tuple[Daemon, Shard]) -> None:
     coordinator, shard = pair
-    assert f"this is no coordinator but a data shard of the one at {coordinator.url}" in complaint("--join", shard.url)
+    assert f"this is not a coordinator but a data shard of the one at {coordinator.url}" in complaint(
+        "--join", shard.url
+    )
     with plain_server(b"HTTP/1.0 400 Bad Request\r\n\r\n") as url:
         assert f"the process that listens at {url} is not a gradserver coordinator" in complaint("--join", url)
     with impostor(zmq.ROUTER, lambda _: [b"hello"]) as url:

@@ -284,7 +284,7 @@ def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
 def test_what_is_no_ledger_is_left_alone(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "ledger-000001.gsl"
     file.write_bytes(content)
-    with pytest.raises(StateError, match=f"{file} is no ledger file"):
+    with pytest.raises(StateError, match=f"{file} is not a ledger file"):
         StateDir(tmp_path, "0.1.0")
     assert file.read_bytes() == content
 

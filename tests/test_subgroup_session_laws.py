@@ -79,7 +79,7 @@ def _make_another_one(patch: pytest.MonkeyPatch) -> None:
 
 def _lose_it_behind_its_welcome(patch: pytest.MonkeyPatch) -> None:
     def lose_passing(self: Subgroups[Session], error: GradServerError) -> None:
-        for session in self._all():
+        for session in self.sessions:
             if not session.is_lasting:
                 session.end(error)
 

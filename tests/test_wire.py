@@ -87,6 +87,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.messages.recovery import MAX_SPANS_BYTES, Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.waiting import Blocked, Recheck
 from gradserver.protocol.offers import Device, Offer
 from gradserver.protocol.wire import decode, encode
 from tests.declarations import ALL_MESSAGES
@@ -147,6 +148,8 @@ SAMPLES: list[tuple[Message, list[bytes]]] = [
     (Result(KEY, 0, 5.0, True, 2, True, squares=(2.5, 0.0, 1.5, 0.0)), []),
     (Inquire(KEY), []),
     (Missing(KEY, ("'w1' (rank 1)",)), []),
+    (Blocked(7, 1, (0, 2), ("barrier", "the plan"), ("'w1' (rank 1)", "")), []),
+    (Recheck(2), []),
     (Leave("done", True), []),
     (Probe(), [b"zeros"]),
     (Probed(), []),
@@ -358,7 +361,7 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0, 0]), b""], "announces a payload without one, or has one"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 1, [0]), b""], "expected a place in shared memory"),
         ([header(5, [0, 0, 0], 0, 1.0, True, None, 0, [0, 0])], "expected an integer from 1"),
-        ([header(6, [0, 0, 0], 0, 1.0), b""], "Result has 11 fields, got 3"),
+        ([header(6, [0, 0, 0], 0, 1.0), b""], "Result has 12 fields, got 3"),
         (
             [header(6, [0, 0, 0], 0, 1.0, True, 1, False, False, [], [], [], [-1.0, 0.0]), b""],
             "in pairs of which",
@@ -384,8 +387,11 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(5, [0, 0, 0], 0, 1.0, False, None), b"1234"], "announces a payload without one"),
         ([header(6, [0, 0, 0], 0, 1.0, True)], "announces a payload without one"),
         ([header(5, [0, 0, 0], 0, 1.0, False, None, 1, None, 0, [0, 9])], "a place for its result, and none for what"),
-        ([header(27, 1, [0, 0, 0], 0, 1.0, True, [], [], [])], "a Held that announces a payload without one"),
-        ([header(27, 1, [0, 0, 0], 0, 1.0, False, [], [], []), b"1"], "a Held that announces a payload without one"),
+        ([header(27, 1, [0, 0, 0], 0, 1.0, True, [], [], [], b"")], "a Held that announces a payload without one"),
+        (
+            [header(27, 1, [0, 0, 0], 0, 1.0, False, [], [], [], b""), b"1"],
+            "a Held that announces a payload without one",
+        ),
         ([header(23, "g", 1024, "t", 0, "", False)], "expected an integer from 0 to 1023, got 1024"),
         ([header(25, 1, 2, 1.0)], "Holding with 0 payloads; 1 to 1 go with it"),
         ([header(6, [0, 0, 0], 0, 1.0, False), b"1234"], "announces a payload without one"),

@@ -20,6 +20,7 @@ from gradserver.protocol.errors import (
     OutOfStepError,
 )
 from gradserver.protocol.messages import Enter, Membership, Opened, Transfer
+from gradserver.protocol.messages.waiting import Cause
 from gradserver.worker.donor import StateSender
 from gradserver.worker.handle import Handle
 from gradserver.worker.interrupts import uninterrupted
@@ -124,7 +125,7 @@ class Boundaries:
         while True:
             if self._member.donor.due:
                 self._donor.give()
-            handle = traffic.new_handle(self._no_turn)
+            handle = traffic.new_handle(self._no_turn, Cause.REQUEST, "the round that it has requested")
             with traffic.mutex:
                 traffic.check_open()
                 turn = requests.turn()
@@ -294,7 +295,7 @@ class Boundaries:
 
     def follow(self) -> Opened:
         """Wait for what the others do next, and return it."""
-        handle = self._traffic.new_handle(self._nothing_begun)
+        handle = self._traffic.new_handle(self._nothing_begun, Cause.FOLLOW, "the next exchange of the others")
         with self._traffic.mutex:
             question = self._member.turns.follow(handle)
         self._traffic.tell(question)
@@ -308,8 +309,8 @@ class Boundaries:
 
     # ── a learner ─────────────────────────────────────────────────────────────────────────────────────
 
-    def next_instruction(self, seen: int) -> tuple[Transfer, int | None]:
-        """Wait for the next transfer after number ``seen``, or for the round from which on this learner contributes."""
+    def next_instruction(self, seen: Transfer | None) -> tuple[Transfer, int | None]:
+        """Wait for the transfer after the one ``seen``, or for the round from which on this learner contributes."""
         traffic, member = self._traffic, self._member
         while True:
             with traffic.mutex:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from gradserver.protocol.codecs import codec_of
 from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import (
     BackendUnavailableError,
+    ClosedError,
     ConnectionLostError,
     CoordinatorUnreachableError,
     DeadlineError,
@@ -26,13 +27,15 @@ from gradserver.protocol.errors import (
     InvalidWorldSizeError,
     JoinRefusedError,
     JoinTimeoutError,
+    LeftOutError,
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
 from gradserver.protocol.messages import Join, Welcome
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.offers import summary
 from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, IN_PROCESS, SHM, TCP, WISHES
-from gradserver.protocol.url import no_coordinator, not_answered
+from gradserver.protocol.url import no_coordinator, not_answered, parse_target
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.meeting import with_store
@@ -61,6 +64,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _WORLD_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
+@names_keywords
 def connect(
     url: str | None = None,
     rank: int | None = None,
@@ -86,6 +90,9 @@ def connect(
     single if the world size is 1, or if neither rank nor world size is given. With a URL it is a group of one.
 
     If a connection breaks before the group is complete, this call connects again, within ``timeout``.
+
+    A worker that has left a group may connect to it again. If that group cannot take it in, it waits within ``timeout``
+    until the others have left. Then it forms the next one.
 
     If a worker is still a member when its process ends, it leaves the group then. The others are told of an uncaught
     error.
@@ -117,7 +124,7 @@ def connect(
             its CUDA devices. Members that demand different planes get an error.
 
     Raises:
-        CoordinatorUnreachableError: nothing listens at ``url``, or the listener is no coordinator.
+        CoordinatorUnreachableError: nothing listens at ``url``, or the listener is not a coordinator.
         JoinTimeoutError: not all workers came in time. The error names the missing ones.
         JoinRefusedError: the rank is taken, the group is complete, or the demanded plane is not possible with all
             workers.
@@ -129,23 +136,23 @@ def connect(
             has no torch.distributed, and ``plane`` is ``"direct"`` or ``"hierarchical"``.
         InvalidArgumentError: there is no URL and this worker is one of several, or an argument can never be right.
     """
-    url = (os.environ.get("GRADSERVER_URL") if url is None else url) or None
+    said = Said()
+    url = said.text(url, "GRADSERVER_URL", _check_url) or None
     _check_seconds("timeout", timeout, above=0)
-    channel = channel or os.environ.get("GRADSERVER_CHANNEL") or "auto"
-    if channel not in _CHANNELS:
-        raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
-    plane, channel = _check_plane(plane or os.environ.get("GRADSERVER_PLANE") or AUTO, channel)
+    channel = said.text(channel or None, "GRADSERVER_CHANNEL", _check_channel) or "auto"
+    plane = said.text(plane or None, "GRADSERVER_PLANE", _check_plane) or AUTO
+    plane, channel = _agreed_wishes(plane, channel)
     if codec_of(wire).name != "fp32":
         loader.start()  # they are there by the time that there is something to encode
     _check_seconds("reconnect", reconnect)
-    world_size = _from_environment(_WORLD_VARIABLES) if world_size is None else world_size
+    world_size = said.number("world_size", world_size, _WORLD_VARIABLES)
     if url is None and world_size == 1:
         rank = rank or 0  # its place among others does not matter
-    rank = _from_environment(_RANK_VARIABLES) if rank is None else rank
-    _check(rank, world_size)
+    rank = said.number("rank", rank, _RANK_VARIABLES)
+    _check(rank, world_size, said)
     what = Join(
         group=_text("group", group),
-        name=_text("name", name or _default_name()),
+        name=name if name and _text("name", name) else said.name(),
         rank=-1 if rank is None else rank,
         world_size=world_size or 0,
         timeout=float(timeout),
@@ -153,8 +160,54 @@ def connect(
     )
     wish = Wish(url, what, channel, wire, float(reconnect))
     if wish.url is None:
-        raise _no_url(wish)
+        raise _no_url(wish, said)
     return join(wish)
+
+
+class Said:
+    """The variables that arguments come from, for messages about what they say."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self._variables: dict[str, str] = {}
+
+    def number(self, what: str, given: int | None, names: Sequence[str]) -> int | None:
+        """Return the number that is ``given``, else that of the first variable that is set and not empty."""
+        for name in names if given is None else ():
+            if value := self._environment.get(name):
+                self._variables[what] = f"{name}={value}"
+                try:
+                    return int(value)
+                except ValueError:
+                    raise InvalidArgumentError(
+                        f"{name} is {value!r} in the environment, and must be a number: set it right, or unset it and "
+                        f"give connect({what}=…)"
+                    ) from None
+        return given
+
+    def text(self, given: str | None, name: str, check: Callable[[str], object]) -> str | None:
+        """Return the text that is ``given``, else that of a variable, checked."""
+        value = self._environment.get(name) if given is None else given
+        try:
+            if value:
+                check(value)
+        except InvalidArgumentError as error:
+            if given is not None:
+                raise
+            raise InvalidArgumentError(f"{name} in the environment: {error.message}") from None
+        return value
+
+    def name(self) -> str:
+        """Return a name to return by, after this process ends, if the environment tells processes of a host apart."""
+        if given := self.text(None, "GRADSERVER_NAME", partial(_text, "name")):
+            return given
+        variable = next((name for name in LOCAL_VARIABLES if self._environment.get(name)), "")
+        own = self._environment.get(variable) or str(os.getpid())
+        return _text(f"name, by {variable or 'the process id'},", f"{socket.gethostname()}:{own}")
+
+    def by(self, what: str) -> str:
+        """Return `` (VARIABLE=VALUE)`` for an argument that comes from the environment; empty for any other."""
+        return f" ({self._variables[what]})" if what in self._variables else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,40 +234,33 @@ class UrlMissingError(InvalidArgumentError):
         self.wish = wish
 
 
-def _no_url(wish: Wish) -> InvalidArgumentError:
+def _no_url(wish: Wish, said: Said) -> InvalidArgumentError:
     """Return the error of a missing URL."""
     size, rank = wish.join.world_size, wish.join.rank
-    several = f", and there are {size} workers" if size else f", and this is rank {rank} of several" * (rank >= 0)
+    several = f", and this is rank {rank} of several{said.by('rank')}" * (rank >= 0)
+    several = f", and there are {size} workers{said.by('world_size')}" if size else several
     text = "give connect('tcp://HOST:PORT'), set GRADSERVER_URL, or start the workers with `gradserver run`"
     if size != 1 and several:
-        return InvalidArgumentError(f"no coordinator's URL{several}: {text}")
+        alone = "For one process that trains alone give connect(world_size=1), or set WORLD_SIZE=1"
+        return InvalidArgumentError(f"no coordinator's URL{several}: {text}. {alone}")
     return UrlMissingError(f"no coordinator's URL: {text}", wish)
 
 
 def join(wish: Wish) -> Worker:
-    """Join the group at a coordinator."""
-    assert wish.url is not None
-    url, until = wish.url, time.monotonic() + wish.join.timeout
-    connection, session = _join(url, wish, until)
-    try:
-        channel = _agreed_channel(wish.channel, session.membership)
-        session.subgroups.grow_by(connection.branch)
-        if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-            lasting = ReconnectingChannel(connection, session, wish.reconnect)
-            session.endure(lasting)
-            session.subgroups.grow_by(lasting.branch, lasting.carried)
-        elif not session.membership.needs_all:
-            connection.attach(Farewell(session, url))
-        _attend_shards(connection, session, until)
-        if channel != "tcp":
-            _share_memory(connection, channel == "shm", session.resumption is not None)
-        if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
-            session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
-        connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
-        worker = Worker(session, connection.kind, wish.wire)
-    except BaseException:
-        session.close("it could not join")
-        raise
+    """Join the group at a coordinator. A worker that joins a running group does so again if that is interrupted."""
+    until = time.monotonic() + wish.join.timeout
+    while True:
+        connection, session = _join(wish, until)
+        try:
+            worker = _equipped(wish, connection, session, until)
+            break
+        except BaseException as error:
+            session.close("it could not join")
+            ended = isinstance(error, (ConnectionLostError, LeftOutError, ClosedError))
+            if not (ended and session.membership.joins) or time.monotonic() + _AGAIN_SECONDS >= until:
+                raise
+            log.warning("%s; joining again", error)
+        time.sleep(_AGAIN_SECONDS)
     atexit.register(_leave_at_exit, weakref.ref(worker), os.getpid())
     told = session.membership
     if worker.rank == 0 and told.offers:
@@ -229,10 +275,33 @@ def join(wish: Wish) -> Worker:
     return worker
 
 
-def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
+def _equipped(wish: Wish, connection: TcpChannel, session: Session, until: float) -> Worker:
+    """Return the worker of ``session``, with all that it needs beside its connection."""
+    assert wish.url is not None
+    channel = _agreed_channel(wish.channel, session.membership)
+    session.subgroups.grow_by(connection.branch)
+    if session.membership.durable:  # even without patience: others may return, and ask what this one holds
+        lasting = ReconnectingChannel(connection, session, wish.reconnect)
+        session.endure(lasting)
+        session.subgroups.grow_by(lasting.branch, lasting.carried)
+    elif not session.membership.needs_all:
+        connection.attach(Farewell(session, wish.url))
+    _attend_shards(connection, session, until)
+    if channel != "tcp":
+        _share_memory(connection, channel == "shm", session.resumption is not None)
+    if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
+        session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
+    connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
+    if session.membership.joins:
+        session.check_open()
+    return Worker(session, connection.kind, wish.wire)
+
+
+def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
     """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
-    join = wish.join
-    lost: tuple[float, ConnectionLostError] | None = None
+    assert wish.url is not None
+    join, url = wish.join, wish.url
+    lost: tuple[float, ConnectionLostError | LeftOutError] | None = None
     while True:
         try:
             connection = TcpChannel(url, join.timeout if lost is None else max(round(until - time.monotonic(), 1), 0.1))
@@ -257,7 +326,7 @@ def _join(url: str, wish: Wish, until: float) -> tuple[TcpChannel, Session]:
             broken = isinstance(error, (ConnectionLostError, CoordinatorUnreachableError)) and now < until
             if broken and not connection.heard and takes_no_workers(url, _ASKING_SECONDS):
                 raise CoordinatorUnreachableError(no_coordinator(url, "coordinator", closed=False)) from error
-            if isinstance(error, ConnectionLostError):
+            if isinstance(error, (ConnectionLostError, LeftOutError)):
                 lost = now, error
                 log.warning("%s; joining again", error)
             elif not isinstance(error, JoinRefusedError) or lost is None or now > lost[0] + FORGOTTEN_SECONDS:
@@ -321,43 +390,38 @@ def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout
     raise CoordinatorUnreachableError(not_answered(connection.url, timeout))
 
 
-def _from_environment(names: tuple[str, ...], environment: Mapping[str, str] = os.environ) -> int | None:
-    for name in names:
-        value = environment.get(name)
-        if value:
-            try:
-                return int(value)
-            except ValueError:
-                raise InvalidArgumentError(f"{name} is {value!r} in the environment, and must be a number") from None
-    return None
-
-
-def _default_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a name to return by, after this process ends, if the environment tells processes of a host apart."""
-    if environment.get("GRADSERVER_NAME"):
-        return environment["GRADSERVER_NAME"]
-    local = next((environment[name] for name in LOCAL_VARIABLES if environment.get(name)), str(os.getpid()))
-    return f"{socket.gethostname()}:{local}"
-
-
-def _check(rank: int | None, world_size: int | None) -> None:
+def _check(rank: int | None, world_size: int | None, said: Said) -> None:
     for what, value in (("rank", rank), ("world_size", world_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InvalidArgumentError(f"{what} is {value!r}, and must be a whole number")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise InvalidWorldSizeError(f"world_size is {world_size}, and must be from 1 to {MAX_WORLD_SIZE}")
+        source = said.by("world_size")
+        raise InvalidWorldSizeError(f"world_size is {world_size}{source}, and must be from 1 to {MAX_WORLD_SIZE}")
     if rank is not None and not 0 <= rank < (world_size or MAX_WORLD_SIZE):
-        raise InvalidRankError(f"rank is {rank}, and must be from 0 to {(world_size or MAX_WORLD_SIZE) - 1}")
+        most = f"{(world_size or MAX_WORLD_SIZE) - 1}{said.by('world_size')}"
+        raise InvalidRankError(f"rank is {rank}{said.by('rank')}, and must be from 0 to {most}")
 
 
-def _check_plane(plane: str, channel: str) -> tuple[str, str]:
-    """Return a plane and a channel that fit together, as they are wanted."""
+def _check_url(url: str) -> None:
+    parse_target(url)
+
+
+def _check_channel(channel: str) -> None:
+    if channel not in _CHANNELS:
+        raise InvalidArgumentError(f"channel is {channel!r}, and must be one of {', '.join(_CHANNELS)}")
+
+
+def _check_plane(plane: str) -> None:
     if plane not in WISHES:
         raise InvalidArgumentError(f"plane is {plane!r}, and must be one of {', '.join(WISHES)}")
     if plane == IN_PROCESS:
         raise InvalidArgumentError(
             f"plane is {plane!r}, which is for threads of one process: use gradserver.LocalCluster, or plane='auto'"
         )
+
+
+def _agreed_wishes(plane: str, channel: str) -> tuple[str, str]:
+    """Return a plane and a channel that fit together, as they are wanted."""
     if plane not in (TCP, SHM):
         return plane, channel
     if channel not in ("auto", plane):

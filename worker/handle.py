@@ -13,6 +13,7 @@ from gradserver.protocol.channel import Channel
 from gradserver.protocol.errors import DeadlineError, GradServerError, InvalidArgumentError
 from gradserver.worker.interrupts import admits
 from gradserver.worker.member.waiter import NotFinite
+from gradserver.worker.stalls import FIRST_SECONDS, LONGEST_SECONDS, Stalls, Wait
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # a plain Handle is a Handle[Any]
@@ -55,10 +56,10 @@ class Handle(Generic[T_co]):
         "_lock",
         "_on_error",
         "_open",
-        "_overdue",
         "_patience",
         "_timeout",
         "_value",
+        "_wait_for",
         "left_alone",
         "not_finite",
         "present",
@@ -71,7 +72,7 @@ class Handle(Generic[T_co]):
         timeout: float,
         channel: Channel | None = None,
         value: Any = None,
-        overdue: Callable[[float], DeadlineError] | None = None,
+        wait_for: Wait | None = None,
     ) -> None:
         self.weight = 0.0
         self.present = False
@@ -85,7 +86,7 @@ class Handle(Generic[T_co]):
         self._error: GradServerError | None = None
         self._finish: Callable[[], None] | None = None
         self._on_error: Callable[[GradServerError], None] | None = None
-        self._overdue = overdue
+        self._wait_for = wait_for
         self._open = True
         self._lock = threading.Lock()  # held until done: cheaper than an Event, and there is one per exchange
         self._lock.acquire()
@@ -120,6 +121,11 @@ class Handle(Generic[T_co]):
         result: T_co = self._value
         return result
 
+    @property
+    def wait_for(self) -> Wait | None:
+        """The thing that a caller waits for, in words; None if that is not told."""
+        return self._wait_for
+
     def within(self, patience: float | None) -> None:
         """Limit a `wait` without a timeout to ``patience`` seconds."""
         self._patience = patience
@@ -144,11 +150,12 @@ class Handle(Generic[T_co]):
         # The coordinator's own deadline is as long as the worker's, and its error says more: it gets time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
-        waited, remind = 0.0, REMINDER_SECONDS if self._overdue is not None else math.inf
-        while not self._wait_once(min(remind, patience - waited)):
+        wait_for = self._wait_for
+        stalls = wait_for.stalls if wait_for is not None and timeout is None else None
+        waited, remind = 0.0, REMINDER_SECONDS if wait_for is not None else math.inf
+        while not self._wait_and_look(stalls, min(remind, patience - waited)):
             waited = min(waited + remind, patience)
-            overdue = self._overdue or (lambda seconds: DeadlineError(f"not done after {seconds:g} s"))
-            error = overdue(waited)
+            error = DeadlineError(f"not done after {waited:g} s") if wait_for is None else wait_for.overdue(waited)
             if not self._open:
                 return
             if waited >= patience:
@@ -156,6 +163,25 @@ class Handle(Generic[T_co]):
             log.warning("%s. Waiting on, for %g s in all", error.message, patience)
             remind *= 2
         self._lock.release()
+
+    def _wait_and_look(self, stalls: Stalls | None, seconds: float) -> bool:
+        """Wait; behind the first second this thread counts as one that waits."""
+        first = seconds if stalls is None else min(FIRST_SECONDS, seconds)
+        if self._wait_once(first):
+            return True
+        return stalls is not None and seconds > first and self._wait_on(stalls, seconds - first)
+
+    def _wait_on(self, stalls: Stalls, seconds: float) -> bool:
+        pause = FIRST_SECONDS
+        with stalls.waiting(self):
+            while True:
+                stalls.look()
+                if self._wait_once(min(pause, seconds)):
+                    return True
+                seconds -= pause
+                if seconds <= 0:
+                    return False
+                pause = min(2 * pause, LONGEST_SECONDS)
 
     @admits
     def _wait_once(self, seconds: float) -> bool:

@@ -37,13 +37,13 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
         raise UsageError(f"this worker {session.stage.value}: only a worker that joins a running group can enter it")
     if session.plan is None:
         raise UsageError("before it enters a group a worker agrees on the plan: wrap the model, or call agree(plan)")
-    session.tell(Enter(0, waits))
-    seen = 0
+    session.tell(session.learner.ask(waits))
+    seen: Transfer | None = None
     while True:
         transfer, number = session.next_instruction(seen)
         if number is not None:
             return number
-        seen, began = transfer.number, time.monotonic()
+        seen, began = transfer, time.monotonic()
         try:
             tree, nbytes = receive(session, transfer)
         except (PeerError, DeadlineError) as error:
@@ -57,7 +57,8 @@ def enter(session: Session, install: Callable[[Tree], object], waits: bool) -> i
             return session.round
         if transfer.waits:
             install(tree)
-            session.tell(Ready(transfer.number))
+            if session.learner.transfer is transfer:
+                session.tell(Ready(transfer.number))
 
 
 def _name_of(session: Session, member_id: int) -> str:

@@ -5,8 +5,11 @@ host has such a rendezvous. The coordinator carries the addresses. So the coordi
 
     address      store
     ───────────  ──────────────────────────────────────────────────────────────────────────────────────────────────
-    HOST:PORT    a TCPStore of the worker
+    HOST:PORT    a TCPStore of the worker, on a port that it has kept since it joined
     HOST:FOLDER  files in a folder that the worker has made in GRADSERVER_RENDEZVOUS_DIR, which all hosts see
+
+When it joins, a worker does not know which plane the coordinator or another worker demands. So each worker that has
+torch keeps a port. It listens there, in a thread of torch's, from the first time that members are to meet there.
 
 Files are for hosts between which no port can be reached at will. Torch's FileStore is known for what an earlier run has
 left, which misleads the next one, and for waits without an end. So each worker's folder has a name of its own, and
@@ -22,6 +25,7 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -61,23 +65,55 @@ class Folder:
         weakref.finalize(self, shutil.rmtree, self.path, True)
 
 
+class Port:
+    """A port of this host that is kept for a store. It is free again when nothing refers to it and to the store.
+
+    Attributes:
+        address: its host and number.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host, self._lock = host, threading.Lock()
+        self._bound: socket.socket | None = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        weakref.finalize(self, self._bound.close)
+        self._bound.bind((host, 0))
+        self._number: int = self._bound.getsockname()[1]
+        self._store: object = None
+        self.address = f"{host}:{self._number}"
+
+    def open(self) -> None:
+        """Have the store listen, if it does not yet."""
+        with self._lock:
+            if self._bound is None:
+                return
+            descriptor, self._bound = self._bound.detach(), None  # the store closes it
+            self._store = _torch().TCPStore(
+                self._host, self._number, None, True, timedelta(seconds=_SECONDS), wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )  # fmt: skip
+
+
+_ports: weakref.WeakValueDictionary[str, Port] = weakref.WeakValueDictionary()
+"""Ports that this process keeps, by their addresses."""
+
+
 def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     """Return ``offer`` with the address of a new store, if members may reduce among themselves; and the store.
 
     The store is reached at the address from which this host reaches the coordinator at ``url``. It lasts as long as it
     is referenced. Each membership has one of its own: what an earlier one has left there would mislead.
     """
-    if not offer.backends or not (offer.plane in AMONG_MEMBERS or (offer.plane == AUTO and offer.devices)):
+    if not offer.backends or offer.plane not in (AUTO, *AMONG_MEMBERS):
         return offer, None
     if directory := os.environ.get(VARIABLE):
         return _with_folder(offer, url, Path(directory))
     try:
-        host, distributed = _host_towards(url), cast(Any, import_module("torch.distributed"))
-        store = distributed.TCPStore(host, 0, None, True, timedelta(seconds=_SECONDS), wait_for_workers=False)
-        return offer._replace(store=f"{host}:{store.port}"), store
-    except (OSError, RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+        port = Port(_host_towards(url))
+    except OSError as error:
         log.warning("this worker cannot host a rendezvous for other workers: %s", error)
         return offer, None
+    _ports[port.address] = port
+    return offer._replace(store=port.address), port
 
 
 def _with_folder(offer: Offer, url: str, directory: Path) -> tuple[Offer, object]:
@@ -97,17 +133,23 @@ def store_at(address: str, name: str, limit: timedelta) -> Any:
         ValueError: the address is none, or this worker does not know the directory.
         RuntimeError: the store cannot be reached, as torch says it.
     """
-    distributed = cast(Any, import_module("torch.distributed"))
     host, _, place = address.rpartition(":")
     if place.isdecimal():
-        return distributed.TCPStore(host, int(place), None, False, limit)
+        if (port := _ports.get(address)) is not None:
+            port.open()
+        return _torch().TCPStore(host, int(place), None, False, limit)
     directory = os.environ.get(VARIABLE)
     if directory is None or not _FOLDER.fullmatch(place):
         raise ValueError(f"the members meet in the folder {place!r} of {VARIABLE}, and here that is {directory!r}")
     file = Path(directory).absolute() / place / blake2b(name.encode(), digest_size=16).hexdigest()
-    store = distributed.FileStore(str(file))
+    store = _torch().FileStore(str(file))
     store.set_timeout(limit)
     return store
+
+
+def _torch() -> Any:
+    """Return torch.distributed: not every worker has it."""
+    return cast(Any, import_module("torch.distributed"))
 
 
 def _host_towards(url: str) -> str:

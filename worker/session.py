@@ -18,10 +18,18 @@ from typing import Any, NoReturn, Protocol
 
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
-from gradserver.protocol.errors import ClosedError, CoordinatorStoppedError, DeadlineError, GradServerError, UsageError
+from gradserver.protocol.errors import (
+    ClosedError,
+    CoordinatorStoppedError,
+    DeadlineError,
+    GradServerError,
+    LeftOutError,
+    UsageError,
+)
 from gradserver.protocol.exchange import Operation
 from gradserver.protocol.messages import Failure, Join, Leave, Message, Result, Scope, Split, Welcome
 from gradserver.protocol.messages.recovery import Fetch, Resumed, Standing
+from gradserver.protocol.messages.waiting import Cause, Recheck
 from gradserver.protocol.plan import Plan, Section
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.boundaries import Boundaries
@@ -32,8 +40,9 @@ from gradserver.worker.member.learner import Stage
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.slots import Slots
 from gradserver.worker.resumption import Resumption
+from gradserver.worker.stalls import Stalls
 from gradserver.worker.subgroups import Subgroups
-from gradserver.worker.traffic import Traffic
+from gradserver.worker.traffic import Asking, Traffic
 from gradserver.worker.transport import forking
 from gradserver.worker.workspace import WORKSPACE
 
@@ -59,6 +68,9 @@ class Lasting(Channel, Protocol):
 
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """The coordinator has said that it stops."""
+
+    def make_anew(self, error: GradServerError) -> None:
+        """Make all connections anew, for ``error``."""
 
     def prepare_to_leave(self, patience: float) -> None:
         """End waits from now on. If there is no coordinator, give it ``patience`` seconds to be back first."""
@@ -91,8 +103,11 @@ class Session:
         self._early = deque[tuple[Resumed | Fetch | Standing, int]](maxlen=_MAX_EARLY)
         """Messages of recoveries that came before `endure`, each with its data shard."""
         self._lasting: Lasting | None = None
+        self.application: Join | None = None
+        """The request by which this worker was let in; None in a sub-group."""
         self.disowned: UsageError | None = None
         self.subgroups: Subgroups[Session] = Subgroups(self)
+        self.traffic.stalls = Stalls(self._tell_of_waits, self._all_traffic)
         self._endings: list[Callable[[], object]] = []
         self.push_bucket, self.finish_round = self.boundaries.push_bucket, self.boundaries.finish_round
         self.transfer = self.traffic.transfer
@@ -152,11 +167,19 @@ class Session:
 
     def join(self, join: Join | Split) -> Handle:
         """Ask to be let in, or for a sub-group. The handle is done when the group is complete."""
-        joining = Handle(join.timeout, self.traffic.channel)
+        if isinstance(join, Join):
+            self.application = join
+        wait_for = Asking(self.traffic, Cause.SUBGROUP, _not_complete, "the others to make the same sub-group")
+        joining = Handle(join.timeout, self.traffic.channel, None, wait_for)
         with self.traffic.mutex:
             self.member.attachment.join(joining)
         self.traffic.channel.send(join)
         return joining
+
+    @property
+    def may_join_anew(self) -> bool:
+        """True if this worker is about to join a group that outlives connections, and can ask for that once more."""
+        return self._lasting is not None and self.application is not None and self.member.may_join_anew
 
     def collective(
         self,
@@ -208,7 +231,7 @@ class Session:
                 assert isinstance(waiting, Handle)
                 return waiting
             payload = plan.encoded  # refuses a plan that is too large to go
-            handle = self.new_handle(_not_agreed)
+            handle = self.new_handle(_not_agreed, Cause.PLAN, "the plan that it has proposed")
             message = plans.propose(plan, beside, handle).message
         try:
             self.traffic.channel.send(message, (payload,))
@@ -307,8 +330,12 @@ class Session:
                 error = message.exception()
                 if self._lasting is not None and isinstance(error, CoordinatorStoppedError):
                     self._lasting.stopped(error)  # another one may take its place
+                elif self._lasting is not None and isinstance(error, LeftOutError) and self.may_join_anew:
+                    self._lasting.make_anew(error)
                 else:
                     self.lost(error)
+            case Recheck(check) if (stalls := self.traffic.stalls) is not None:
+                stalls.look(check)
             case Failure():
                 self.traffic.hand(self.member.told_by, shard, message)
                 self.traffic.pump()  # the credit of what has failed is free
@@ -326,6 +353,12 @@ class Session:
     def _is_durable(self) -> bool:
         welcome = self.member.identity.welcome
         return welcome is not None and welcome.durable
+
+    def _tell_of_waits(self, message: Message) -> None:
+        self.traffic.channel.send(message)
+
+    def _all_traffic(self) -> list[Traffic]:
+        return [session.traffic for session in (self, *self.subgroups.sessions)]
 
     def lost(self, error: GradServerError) -> None:
         """The channel broke: everything open, and everything later, fails with ``error``."""
@@ -381,6 +414,10 @@ class ShardReceiver:
     def lost(self, error: GradServerError) -> None:
         """The connection to this shard broke, and nothing goes without it."""
         self._session.lost(error)
+
+
+def _not_complete(seconds: float) -> DeadlineError:
+    return DeadlineError(f"the group is not complete after {seconds:g} s")
 
 
 def _not_agreed(seconds: float) -> DeadlineError:

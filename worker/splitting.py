@@ -142,11 +142,12 @@ def _ask(
 def _come_in(root: Session, session: Session, split: Split) -> None:
     """Ask for the sub-group, wait for the others, and attend its data shards."""
     channel = session.traffic.channel
+    session.traffic.stalls = root.traffic.stalls
     asked = session.join(split)
     root.subgroups.adopt(session)  # what ends the root ends this wait
     root.check_open()
     root.subgroups.check_carried(channel)  # so does the end of the connection, from now on
-    asked.wait(split.timeout + VERDICT_SECONDS)
+    asked.wait()
     if (welcome := session.membership).durable:
         root.subgroups.keep(channel, session, split.again)
         root.subgroups.note_welcome(welcome.epoch)

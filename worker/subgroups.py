@@ -128,11 +128,11 @@ class Subgroups(Generic[M]):
     @property
     def is_busy(self) -> bool:
         """True if an exchange is under way in one of them."""
-        return any(session.is_busy for session in self._all())
+        return any(session.is_busy for session in self.sessions)
 
     def close(self, reason: str, failed: bool) -> None:
         """Leave all of them. The answer to what their parent says next shows that this was heard."""
-        for session in self._all():
+        for session in self.sessions:
             session.close(reason, failed, waits=False)
 
     def lose_passing(self, error: GradServerError) -> None:
@@ -145,9 +145,11 @@ class Subgroups(Generic[M]):
 
     def lose(self, error: GradServerError) -> None:
         """Fail all of them: their parent, or the connection, has ended."""
-        for session in self._all():
+        for session in self.sessions:
             session.end(error)
 
-    def _all(self) -> list[M]:
+    @property
+    def sessions(self) -> list[M]:
+        """The sub-groups' sessions; those of sub-groups of sub-groups are among the root's."""
         with self._lock:
             return list(self._sessions)

@@ -51,7 +51,12 @@ def wire_dtype(tensor: Any) -> DType:
     """Return the element type of a torch tensor or numpy array on the wire. DTypeError if it has none."""
     if not isinstance(tensor, np.ndarray) and not is_torch(tensor):
         raise DTypeError(f"expected a torch tensor or a numpy array, got {type(tensor).__name__}")
-    return _wire_dtype(tensor.dtype)
+    try:
+        return _wire_dtype(tensor.dtype)
+    except DTypeError as error:
+        if is_torch(tensor) and tensor.is_quantized:
+            raise DTypeError(f"{error.message}. Call .dequantize() first, or send .int_repr()") from None
+        raise
 
 
 def numel_of(tensor: Any) -> int:
@@ -126,7 +131,7 @@ def _bind_numpy(array: npt.NDArray[Any], dtype: DType, writes: bool) -> Binding:
         raise LayoutError("the result cannot be written into a read-only array: pass a copy")
     if array.flags.c_contiguous:
         return Binding(array.reshape(-1).view(np.uint8), dtype, array.size, array.shape, None)
-    if writes and _overlaps(array.shape, array.strides):
+    if writes and _overlaps(array.shape, array.strides, array.itemsize):
         raise LayoutError("several elements of this array share one memory cell (broadcast_to?): pass a copy")
     copy = np.ascontiguousarray(array)
 
@@ -141,14 +146,10 @@ def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
     if type(tensor) is torch.Tensor and (array := _seen_by_numpy(tensor)) is not None and array.flags.c_contiguous:
         flat = array if array.ndim == 1 else array.reshape(-1)
         return Binding(flat.view(np.uint8), dtype, array.size, array.shape, None)
-    if tensor.layout is not torch.strided:
-        raise LayoutError(f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel: call .to_dense() first")
-    if tensor.is_meta:
-        raise LayoutError("a tensor on the meta device has no elements that could travel")
+    if (why := obstacle(tensor, writes)) is not None:
+        raise LayoutError(why)
     plain = tensor.detach()
     shape, numel, is_contiguous = tuple(plain.shape), plain.numel(), plain.is_contiguous()
-    if writes and not is_contiguous and _overlaps(shape, plain.stride()):
-        raise LayoutError("several elements of this tensor share one memory cell (expand?): pass .clone()")
     if is_contiguous and plain.is_cpu and not plain.is_conj() and not plain.is_neg():
         return Binding(_torch_bytes(plain), dtype, numel, shape, None)
     copy = plain.to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
@@ -159,10 +160,28 @@ def _bind_torch(tensor: torch.Tensor, dtype: DType, writes: bool) -> Binding:
     return Binding(_torch_bytes(copy), dtype, numel, shape, store if writes else None)
 
 
+def obstacle(tensor: torch.Tensor, writes: bool) -> str | None:
+    """Say why a tensor cannot travel, or why with ``writes`` no result can be written into it; None if all is well."""
+    torch = sys.modules["torch"]
+    if tensor.is_nested:
+        return "a nested tensor cannot travel: send its parts (.unbind()) one by one, or .to_padded_tensor(0.0)"
+    if tensor.layout is not torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot travel: call .to_dense() first"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no elements that could travel"
+    if not writes or tensor.is_contiguous():
+        return None
+    if _overlaps(tuple(tensor.shape), tensor.stride()):
+        return "several elements of this tensor share one memory cell (expand?): pass .clone()"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "this tensor was made in torch.inference_mode(), and is read-only outside of it: pass .clone()"
+    return None
+
+
 def _torch_bytes(tensor: torch.Tensor) -> Bytes:
     """Return the memory of a contiguous CPU tensor."""
     torch = sys.modules["torch"]
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # one element, or none, is contiguous with any stride
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1) if flat.dtype is not torch.complex32 else flat.view(torch.float16)
     result: Bytes = flat.view(torch.uint8).numpy()
@@ -190,7 +209,23 @@ def _numpy_has(dtype: torch.dtype) -> bool:
     return True
 
 
-def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether an expanded dimension makes elements share memory."""
-    shared = any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True))
-    return shared and 0 not in shape
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int = 1) -> bool:
+    """Return whether elements share memory, as in an expanded dimension, or in windows. Each has ``size`` units."""
+    if 0 in shape:
+        return False
+    steps = sorted((abs(stride), count) for count, stride in zip(shape, strides, strict=True) if count > 1)
+    reach = size
+    for stride, count in steps:
+        if stride < reach:
+            return stride == 0 or _collides(steps, size)
+        reach += stride * (count - 1)
+    return False
+
+
+def _collides(steps: list[tuple[int, int]], size: int) -> bool:
+    """Return whether two elements lie less than ``size`` apart, given the steps of dimensions. It looks at all."""
+    places = np.zeros(1, np.int64)
+    for stride, count in steps:
+        places = np.add.outer(places, stride * np.arange(count)).ravel()
+    places.sort()
+    return bool((np.diff(places) < size).any())

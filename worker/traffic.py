@@ -13,8 +13,19 @@ from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, MalformedMessageError
-from gradserver.protocol.exchange import STATE_TAG, TRANSFER, ExchangeKey, Kind, Op, Operation, operation_of
+from gradserver.protocol.exchange import (
+    BUCKET,
+    COLLECTIVE,
+    STATE_TAG,
+    TRANSFER,
+    ExchangeKey,
+    Kind,
+    Op,
+    Operation,
+    operation_of,
+)
 from gradserver.protocol.messages import Message, Result, Transfer
+from gradserver.protocol.messages.waiting import Cause
 from gradserver.protocol.ranges import Ranges
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.interrupts import uninterrupted
@@ -24,6 +35,7 @@ from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.leases import Question
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.progress import Progress
+from gradserver.worker.stalls import Answer, Stalls
 
 P = ParamSpec("P")
 
@@ -40,6 +52,50 @@ class Owner(Protocol):
         """Go by what the failure of a collective says of the membership: its caller is about to raise ``error``."""
 
 
+class Asking:
+    """A wait for something that the coordinator is asked."""
+
+    __slots__ = ("cause", "describe", "key", "overdue", "stalls", "traffic")
+
+    def __init__(
+        self, traffic: Traffic, cause: Cause | None, overdue: Callable[[float], DeadlineError], what: str
+    ) -> None:
+        self.traffic, self.overdue = traffic, overdue
+        self.stalls = None if cause is None else traffic.stalls
+        self.cause = cause or Cause.EXCHANGE
+        self.key: ExchangeKey | None = None
+        self.describe = lambda: what
+
+
+class Exchanging:
+    """A wait for the results of an exchange."""
+
+    __slots__ = ("key", "operation", "traffic")
+
+    def __init__(self, traffic: Traffic, key: ExchangeKey, operation: Operation) -> None:
+        self.traffic, self.key, self.operation = traffic, key, operation
+
+    @property
+    def cause(self) -> Cause:
+        """The kind of it."""
+        return Cause.BUCKET if self.key.stream == BUCKET else Cause.EXCHANGE
+
+    @property
+    def stalls(self) -> Stalls | None:
+        """Waits of the worker that it is of."""
+        return self.traffic.stalls
+
+    def describe(self) -> str:
+        """Name it in a text."""
+        what = self.traffic.member.inquiries.describe(self.key, self.operation)
+        place = f" (collective {self.key.number} of round {self.key.part})" if self.key.stream == COLLECTIVE else ""
+        return what + place
+
+    def overdue(self, seconds: float) -> DeadlineError:
+        """Make the error of a wait that ran out. It names the members that the coordinator misses."""
+        return self.traffic.overdue(self.key, self.operation, seconds)
+
+
 class Traffic:
     """A member's exchanges over one channel.
 
@@ -50,6 +106,8 @@ class Traffic:
         mutex: held while the member takes an event. No message is sent and no caller goes on meanwhile.
         pumping: held while pushes are sent.
         closed: what ended this membership, if anything has.
+        stalls: waits of this worker's threads; None if they are not told.
+        activity: pushes that were sent, and results that came.
     """
 
     def __init__(self, member: Member, channel: Channel, timeout: float, owner: Owner) -> None:
@@ -59,6 +117,8 @@ class Traffic:
         self.mutex = threading.Lock()
         self.pumping = threading.Lock()
         self.closed: GradServerError | None = None
+        self.stalls: Stalls | None = None
+        self.activity = 0
         self._owner = owner
         self._pump_again = False
 
@@ -86,13 +146,15 @@ class Traffic:
 
     # ── what callers want ─────────────────────────────────────────────────────────────────────────────
 
-    def new_handle(self, overdue: Callable[[float], DeadlineError] | None = None) -> Handle:
-        """Make the handle of something that the coordinator is asked."""
-        return Handle(self.timeout, self.channel, None, overdue)
+    def new_handle(
+        self, overdue: Callable[[float], DeadlineError] | None = None, cause: Cause | None = None, what: str = ""
+    ) -> Handle:
+        """Make the handle of something that the coordinator is asked. With a ``cause`` waits are told (`Stalls`)."""
+        return Handle(self.timeout, self.channel, None, overdue and Asking(self, cause, overdue, what))
 
     def handle_of(self, key: ExchangeKey, operation: Operation, value: Any = None) -> Handle:
         """Make the handle of an exchange."""
-        return Handle(self.timeout, self.channel, value, lambda seconds: self._overdue(key, operation, seconds))
+        return Handle(self.timeout, self.channel, value, Exchanging(self, key, operation))
 
     def tell(self, message: Message) -> None:
         """Say something to the coordinator."""
@@ -127,6 +189,8 @@ class Traffic:
             member.exchanges.begin(key, operation, source, destination, weight, handle)
             handle.on_error(self._owner.heed)
             effects = member.effects.take() if member.effects.pending else None
+        if background and self.stalls is not None:
+            self.stalls.note_caller()
         self._go_on(effects, background)
         return handle
 
@@ -149,6 +213,8 @@ class Traffic:
             handle = self.handle_of(key, operation, value)
             member.exchanges.begin(key, operation, source, destination, 1.0, handle)
             effects = member.effects.take()
+        if background and self.stalls is not None and not by_id:
+            self.stalls.note_caller()
         self._go_on(effects, background)
         return handle
 
@@ -215,6 +281,7 @@ class Traffic:
                         push = exchanges.next_push()
                     if push is None:
                         break
+                    self.activity += 1
                     self.channel.send(*push)
             except (ClosedError, ConnectionError) as error:
                 self._owner.lost(error if isinstance(error, GradServerError) else ClosedError(str(error)))
@@ -227,6 +294,7 @@ class Traffic:
         """Take a result from ``shard``: for what was pushed, or unasked."""
         payload, member = payloads[0] if payloads else None, self.member
         with self.mutex:
+            self.activity += 1
             exchange = member.heard(result, payload, shard)
             effects = member.effects.take() if member.effects.pending else None
         if effects is not None:
@@ -269,7 +337,22 @@ class Traffic:
 
     # ── what is missing ───────────────────────────────────────────────────────────────────────────────
 
-    def _overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
+    @property
+    def shard_count(self) -> int:
+        """Number of data shards, the coordinator counted."""
+        return len(self.member.exchanges.shards)
+
+    def ask_missing(self, key: ExchangeKey, answer: Answer, shard: int | None = None) -> bool:
+        """Ask ``shard``, or the first one with the exchange, which members it misses. Return false if there is none."""
+        with self.mutex:
+            inquiries = self.member.inquiries
+            asked = inquiries.ask(key, answer) if shard is None else (inquiries.ask_at(shard, key, answer), shard)
+        if asked is not None:
+            self.channel.send(asked[0], (), asked[1])
+        return asked is not None
+
+    def overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
+        """Make the error of an exchange that is not done, with the members that the coordinator misses."""
         return self.member.inquiries.overdue(key, operation, seconds, self._ask_who(key))
 
     def _ask_who(self, key: ExchangeKey) -> Sequence[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import sys
@@ -15,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.nearest import did_you_mean
 from gradserver.protocol.offers import summary
 from gradserver.worker.client import Worker
 from gradserver.worker.data_parallel.devices import Device as Device, are_alike, checked_devices, described, plain
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.offer import LOCAL_VARIABLES, local_place
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.torch_names import KEYWORDS
 from gradserver.worker.torch_ddp.wrapping import check_is_optimizer
 
 Module: TypeAlias = nn.Module
@@ -187,13 +188,14 @@ def _check_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
 
 def _check_names(options: Iterable[str]) -> None:
     """Raise TypeError if one of these is no option of the wrapper, before any group is joined."""
-    known = [*inspect.signature(DistributedDataParallel).parameters][2:]  # behind module and worker
+    own = [*inspect.signature(DistributedDataParallel).parameters][2:-1]  # between module and worker, and torch's
+    known = [*own, *KEYWORDS]
     for name in options:
         if name not in known:
-            (nearest,) = difflib.get_close_matches(name, [*known, "devices", "quiet", "group", "plane"], 1, 0.0)
+            nearest = did_you_mean(name, [*own, "devices", "quiet", "group", "plane"], 0.0)
             raise TypeError(
-                f"gradserver.setup has no option {name!r}: did you mean {nearest!r}? Beside its own options it has "
-                f"those of gradserver.DistributedDataParallel"
+                f"gradserver.setup has no option {name!r}{nearest} Beside its own options it has those of "
+                f"gradserver.DistributedDataParallel"
             )
 
 

@@ -132,7 +132,7 @@ class Engine:
         groups = self.control.snapshot(now)
         for name, traffic in self.data.snapshot(now).items():
             groups[name].update(traffic)
-        return {"shards": self.control.roster.snapshot(), "groups": groups}
+        return {"shards": self.control.roster.snapshot(), "groups": groups, "totals": self.control.totals()}
 
     def validate(self) -> None:
         """Raise AssertionError if the engine's own invariants do not hold. For tests."""

@@ -13,6 +13,7 @@ from gradserver.engine.declared import Kind
 from gradserver.engine.policy import OnNonFinite
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import ExchangeKey, Operation
+from gradserver.protocol.kernels import Words
 from gradserver.protocol.means import PLAIN, Mean
 from gradserver.protocol.messages import Message
 
@@ -111,6 +112,16 @@ class Memory:
         self.content: Any = None
 
 
+class Hashes(NamedTuple):
+    """The keyed hash of each slice of a result that is wanted; the reducer puts them into ``found``, in order.
+
+    It hashes memory of its own: what lies in a member's memory that member can change meanwhile.
+    """
+
+    key: Words
+    found: list[bytes]
+
+
 class Reduce(NamedTuple):
     """Combine contributions, given in rank order; then tell the engine with `Reduced`.
 
@@ -137,6 +148,7 @@ class Reduce(NamedTuple):
         measures: for a mean of several contributions, what is to be measured of them; None for nothing.
         repeated: contributions to be compared first, in an audited round; None for none.
         each: elements of each slice but the last; 0 for slices of the largest size.
+        hashes: the keyed hashes that are wanted of the result; None for none.
     """
 
     group: str
@@ -161,6 +173,7 @@ class Reduce(NamedTuple):
     measures: Measures | None = None
     repeated: Repeated | None = None
     each: int = 0
+    hashes: Hashes | None = None
 
 
 @dataclass(frozen=True, slots=True)

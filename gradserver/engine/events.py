@@ -105,7 +105,7 @@ class Reduced(NamedTuple):
 
     ``digests`` are those that were asked for: of each contribution by its member id, and of the result by `RESULT`.
     ``squares`` are those of the result: two numbers for each slice. ``measured`` compares contributions,
-    and ``compared`` those of the same samples.
+    and ``compared`` those of the same samples. ``hashes`` are those of the result's slices, if they were asked for.
     """
 
     group: str
@@ -117,6 +117,7 @@ class Reduced(NamedTuple):
     squares: Sequence[float] = ()
     measured: Sequence[Measured] = ()
     compared: Sequence[tuple[int, int, float, float]] = ()
+    hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class GroupState:
     Attributes:
         epochs: the memberships from that on which is in force, by epoch; of more than some the latest. Where members
             can be late, also those in force behind earlier rounds that the group may have to go back to.
+        names: names of members by id, also of those that are gone. A record of the epoch 0 restates them.
         cuts: decisions that a round goes on without late members, the latest, of durable groups.
         ends: which rounds are over, and the epoch in force behind each.
         positions: which samples are used, and by which members.
@@ -100,6 +101,7 @@ class GroupState:
     def __init__(self, founded: Dated) -> None:
         self._latest: dict[type[Kind], Dated] = {Group: founded}
         self.epochs: dict[int, Dated] = {}
+        self.names: dict[int, str] = {}
         self.cuts: deque[Dated] = deque(maxlen=MAX_CUTS)
         self.outliers: dict[int, Outlier] = {}
         self._found: dict[int, Dated] = {}
@@ -134,7 +136,10 @@ class GroupState:
         record = dated.record
         match record:
             case Epoch(_, epoch):
-                self.positions.keep_only(member_id for member_id, _ in record.members)
+                self.names |= dict(record.members)
+                if not epoch:
+                    return
+                self.positions.keep_only({*dict(record.members), *self._entering})
                 self.epochs[epoch] = dated
                 self._keep_found({member_id for member_id, _ in record.members})
                 self._readmit({name for _, name in record.members})
@@ -157,6 +162,12 @@ class GroupState:
             self.cuts.append(dated)
         elif isinstance(record, _OF_MEMBERS):
             self._take_outlier(dated, record)
+
+    @property
+    def _entering(self) -> Iterable[int]:
+        """Ids of learners that contribute to the open round as their first one: no membership has them yet."""
+        entered = self.latest(Entered)
+        return dict(entered.members) if entered is not None and entered.round > self.ends.told[0] else ()
 
     def _end(self, number: int, epoch: int) -> None:
         """Take what is written of the end of a round."""
@@ -203,6 +214,15 @@ class GroupState:
         found = self._chosen[known].record if known >= 0 else None
         return found if isinstance(found, Chosen) else None
 
+    def _gone(self, name: str) -> Iterable[Dated]:
+        """Yield the record with all names, if members are gone of which no membership tells any more."""
+        known = {
+            one for dated in self.epochs.values() if isinstance(dated.record, Epoch) for one in dated.record.members
+        }
+        if not known.issuperset(self.names.items()):
+            names = tuple(sorted(self.names.items()))
+            yield Dated(self._latest[Group].clock, Epoch(name, 0, 0, names, "members by id, also those that are gone"))
+
     def _choices(self) -> Iterable[Dated]:
         """Yield the choices that matter to the memberships, the first with what members of these can do."""
         entered = self._latest.get(Entered)
@@ -229,6 +249,7 @@ class GroupState:
     def records(self, name: str) -> Iterable[Dated]:
         """Yield the records that are to be restated of it, in an order in which they can be read."""
         yield from (self._latest[kind] for kind in _BEFORE if kind in self._latest)
+        yield from self._gone(name)
         yield from self.epochs.values()
         yield from self._put_out.values()
         yield from self._found.values()

@@ -6,15 +6,33 @@ A position's life:
     ─────  ────────────────────────────────────────────────  ─────  ─────────────────────────────────────────────
     LEFT   Claim                                             HELD   the lowest go first; no other gets them
     HELD   the same Claim again                              HELD   the same answer, that may have been lost
+    HELD   Claim of its holder, which returns them           LEFT   it has dropped what it computed of them
     HELD   Used in round n, which is not over                USED
-    HELD   Used in round n, which is over without it         HELD   it will count later … or LEFT, if it is dropped
+    HELD   Used in round n, which is over                    HELD   the holder hears that it was late
     HELD   its holder departs                                LEFT
     USED   Used in round n again, without it                 HELD
+    USED   Used in a later round                             USED   in that one: the holder was late for round n
     USED   round n is over, and the member counted           DONE   marked, if it counted in some slices only
-    USED   round n is over without the member                HELD   it will count later … or LEFT, if it is dropped
+    USED   round n closed without the member, and is over    HELD   it will count later, or comes back by a Claim
+    USED   … but all that the member gave had come by then   DONE   it does not hear that it was late
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
     DONE   all are, and a member claims of the next epoch    LEFT
+
+So a member and this table agree about what it holds at any time, but for what is on its way.
+
+What a coordinator that takes over knows of it:
+
+    field of the table             how it comes back
+    ─────────────────────────────  ────────────────────────────────────────────────────────────────────────────────
+    `Use`: order, epoch, left      Data, Claim and Round records, each written before it is told
+    `Use.held`, `Use.answers`      the same records; a claim without an answer is asked again, and has its number
+    `Use.used`                     by the members: they say it again before any push; until then it is held
+    … of members that are gone     not: it is left. They are departed when the group goes on
+    `Positions.users`              from the answers: each member that has one says what it used in each round
+    `Positions._said`              not needed: it is said again
+    rounds that closed without     Cut records (`gradserver.engine.control.group.rounds`)
+    questions that wait            by the members, which ask again
 
 Nothing here knows ranks, nor how many workers there are. A *member id* stands for a worker, as everywhere in the
 engine.
@@ -78,11 +96,15 @@ class Use:
     def _all(self) -> Ranges:
         return ((0, self.order.length),) if self.order.length else ()
 
-    def claim(self, member_id: int, number: int, epoch: int, wanted: int) -> Answer:
-        """Hand out as many as are ``wanted``, or are left."""
+    def is_answered(self, member_id: int, number: int) -> bool:
+        """Tell whether a claim is one that is repeated, for want of its answer."""
         before = self.answers.get(member_id)
-        if before is not None and before.number == number:
-            return before
+        return before is not None and before.number == number
+
+    def claim(self, member_id: int, number: int, epoch: int, wanted: int, returned: Ranges = ()) -> Answer:
+        """Hand out as many as are ``wanted``, or are left. Others go first with what is ``returned``."""
+        if self.is_answered(member_id, number):
+            return self.answers[member_id]
         if epoch == self.epoch + 1 and self.finished:
             self.epoch, self.left = epoch, self._all
         if epoch > self.epoch:
@@ -92,6 +114,8 @@ class Use:
         self._check_pieces(len(rest) + len(mine) - len(self.left) - len(self.held.get(member_id, ())))
         if ranges:
             self.left, self.held[member_id] = rest, mine
+        if epoch == self.epoch:
+            self.give_back(member_id, returned)
         self.begun = self.begun or wanted > 0
         answer = Answer(number, epoch, ranges)
         self.answers[member_id] = answer
@@ -105,12 +129,13 @@ class Use:
 
     def claimable(self, member_id: int, number: int, wanted: int) -> int:
         """Return the number of ranges that the answer to a claim has, at most."""
-        before = self.answers.get(member_id)
-        return len(before.ranges) if before is not None and before.number == number else min(len(self.left), wanted)
+        again = self.is_answered(member_id, number)
+        return len(self.answers[member_id].ranges) if again else min(len(self.left), wanted)
 
     def say_used(self, member_id: int, round_number: int, ranges: Ranges) -> None:
         """Note that ``ranges``, and nothing else that ``member_id`` holds, are in its contribution to a round."""
         before = self.used.get((round_number, member_id), ())
+        self._move(member_id, round_number, ranges)
         held = union(self.held.get(member_id, ()), before)
         strange = minus(ranges, held)
         if strange:
@@ -122,6 +147,18 @@ class Use:
         self._check_pieces(len(rest) + len(ranges) - len(before) - len(self.held.get(member_id, ())))
         _set(self.held, member_id, rest)
         _set(self.used, (round_number, member_id), ranges)
+
+    def _move(self, member_id: int, round_number: int, ranges: Ranges) -> None:
+        """Take ``ranges`` out of rounds before: the member has heard that it was late for these."""
+        for key in [key for key in self.used if key[1] == member_id and key[0] < round_number]:
+            if late := both(self.used[key], ranges):
+                _set(self.used, key, minus(self.used[key], late))
+                _set(self.held, member_id, union(self.held.get(member_id, ()), late))
+
+    def have_all(self, member_ids: Collection[int]) -> bool:
+        """Tell whether these members have all positions that are handed out, and none is left."""
+        holders = self.held.keys() | {member_id for _, member_id in self.used}
+        return bool(holders) and not self.left and holders <= {*member_ids}
 
     def give_back(self, member_id: int, ranges: Ranges) -> None:
         """Leave to all what ``member_id`` holds of ``ranges``."""
@@ -175,12 +212,6 @@ class Positions:
         self.users: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, int], int] = {}
         """The last round of which each member has said so."""
-        self._dropped: dict[int, int] = {}
-        """The last round of each member that does not count, and never will."""
-        self._kept: dict[int, int] = {}
-        """The last round of each member that does not count, but later will."""
-        self._unwritten: set[str] = set()
-        """Data with a state that is to be written anew: ranges were given back, and no other record says so."""
 
     def register(self, name: str, order: Order, epoch: int, done: Ranges, user: str) -> Use:
         """Register a ``user`` of data. It goes on where ``epoch`` and ``done`` say, unless the group is elsewhere.
@@ -218,15 +249,12 @@ class Positions:
         """Note what ``member_id`` says to be in its contribution to a round; rounds before ``over`` are over."""
         use = self.use(name)
         self._said[name, member_id] = max(round_number, self._said.get((name, member_id), -1))
-        if round_number <= self._dropped.get(member_id, -1):
-            if epoch == use.epoch:
-                use.give_back(member_id, ranges)
-                self._unwritten.add(name)
-        elif round_number >= over and round_number > self._kept.get(member_id, -1):
-            if epoch == use.epoch:
-                use.say_used(member_id, round_number, ranges)
-            elif ranges:
-                raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
+        if round_number < over:
+            return  # the round was closed without it, or this is said again
+        if epoch == use.epoch:
+            use.say_used(member_id, round_number, ranges)
+        elif ranges:
+            raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
 
     def begin_use(self, name: str, member_id: int, round_number: int) -> None:
         """Note that ``member_id`` uses samples from this round on, if it has not before."""
@@ -240,18 +268,13 @@ class Positions:
             if member_id in self.uses[name].held
         )
 
-    def not_counted(self, member_id: int, round_number: int, keep: bool) -> None:
-        """Close a round without ``member_id``, which is late. With ``keep`` what it gave will count later."""
-        (self._kept if keep else self._dropped)[member_id] = round_number
-        for use in self.uses.values():
-            ranges = use.used.pop((round_number, member_id), ())
-            _set(use.held, member_id, union(use.held.get(member_id, ()), ranges))
-            if not keep and ranges:
-                use.give_back(member_id, ranges)
-                self._unwritten.add(use.name)
-
     def commit(
-        self, round_number: int, present: Collection[int], weights: Mapping[int, float], partly: Collection[int]
+        self,
+        round_number: int,
+        present: Collection[int],
+        weights: Mapping[int, float],
+        partly: Collection[int],
+        late: Collection[int] = (),
     ) -> tuple[Committed, ...]:
         """End a round: what its members used that counted is used up.
 
@@ -260,23 +283,32 @@ class Positions:
             present: ids of the members that are present. They count, whatever weight they chose to have.
             weights: weights that counted, by member id.
             partly: members that counted in some slices only.
+            late: members that the round was closed without.
         """
         found = []
         for use in self.uses.values():
-            for number, member_id in sorted(key for key in use.used if key[0] <= round_number):
-                ranges = use.used.pop((number, member_id))
-                if member_id in present or weights.get(member_id, 0.0) > 0:
+            over = [used for used in use.used if used[0] <= round_number]
+            for number, key in sorted(over, key=lambda used: (used[0], max(used[1], ~used[1]))):
+                ranges, member_id = use.used.pop((number, key)), max(key, ~key)
+                counted = weights.get(member_id, 0.0) > 0
+                if key in late and not (counted and key not in partly):
+                    use.held[key] = union(use.held.get(key, ()), ranges)
+                elif key in present or counted:
                     found.append(Committed(use.name, use.epoch, member_id, member_id in partly, ranges))
                 else:
                     use.left = union(use.left, ranges)
         return tuple(found)
 
     def depart(self, member_id: int) -> None:
-        """Leave to the others what ``member_id`` held, but for what it used in rounds that are not over: it is gone."""
-        self._dropped.pop(member_id, None)
-        self._kept.pop(member_id, None)
+        """Leave to the others what ``member_id`` held, but for what it used in rounds that are not over: it is gone.
+
+        Another member may get its id before these are over. So what it used is that of ``~member_id`` from now on.
+        """
         for name, use in self.uses.items():
             use.answers.pop(member_id, None)
+            for number, _ in [key for key in use.used if key[1] == member_id]:
+                before = use.used.get((number, ~member_id), ())
+                use.used[number, ~member_id] = union(before, use.used.pop((number, member_id)))
             use.give_back(member_id, use.held.get(member_id, ()))
             self.users.pop((name, member_id), None)
             self._said.pop((name, member_id), None)
@@ -305,10 +337,16 @@ class Positions:
             case Committed(name, epoch, member_id, _, ranges) if name in self.uses and epoch == self.uses[name].epoch:
                 self.uses[name].take_up(member_id, ranges, None)
 
-    def unwritten(self) -> list[Use]:
-        """Take the data with a state that is to be written anew."""
-        names, self._unwritten = self._unwritten, set()
-        return [self.uses[name] for name in sorted(names)]
+    def go_on(self, round_number: int) -> None:
+        """Go on with ``round_number``: members that have an answer go on to say what they used in each round."""
+        for name, use in self.uses.items():
+            for member_id in use.answers:
+                self.begin_use(name, member_id, round_number)
+
+    def have_all(self, member_ids: Collection[int]) -> list[Use]:
+        """Return the data of which these members have the last samples, if no other has any of any data; else none."""
+        found = [use for use in self.uses.values() if use.held or use.used]
+        return found if all(use.have_all(member_ids) for use in found) else []
 
     def keep_only(self, member_ids: Iterable[int]) -> None:
         """Keep what ``member_ids`` hold: all others have departed."""

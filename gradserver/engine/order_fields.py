@@ -27,6 +27,10 @@ def _member(value: Any) -> Member:
     return Member(-1, _name(value))
 
 
+_OF_SHARDS: Final = 5
+"""Fields of a policy about stragglers that data shards go by, the first ones. Members go by the rest."""
+
+
 def _lateness(value: Any) -> Lateness | None:
     if value is None:
         return None
@@ -58,7 +62,7 @@ _count = integer(0, MAX_COUNTER)
 Founders = Annotated[
     tuple[Member, ...], Field(listed(_member, MAX_WORLD_SIZE), lambda members: [member.name for member in members])
 ]
-StragglerPolicy = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late))]
+StragglerPolicy = Annotated[Lateness | None, Field(_lateness, lambda late: late and astuple(late)[:_OF_SHARDS])]
 Error = Annotated[GradServerError, Field(_error, _pack_error)]
 Occupant = Annotated[Member, Field(_member, attrgetter("name"))]
 _OptionalCount = Annotated[int, Field(integer(-1, MAX_COUNTER))]

@@ -22,6 +22,7 @@ from gradserver.protocol.fields import (
     Ranks,
     Rates,
     Seconds,
+    Token,
     Tokens,
 )
 from gradserver.protocol.limits import BACKLOG_BYTES, MAX_COUNTER, MAX_SHARDS
@@ -57,7 +58,7 @@ class OpenGroup(RemoteOrder):
     of gradients that are not finite. In a ``steady`` group a round ends with the last results of each shard, until the
     membership changes. If control ``grants`` rounds, it says before each which members contribute.
     Gradients are averaged by the rule ``mean``. The share ``audits`` of the rounds is audited.
-    Sizes of slices follow from the ``grain``.
+    Sizes of slices follow from the ``grain``. Proofs of a durable group's results follow from ``proves``.
     """
 
     group: Name
@@ -79,6 +80,7 @@ class OpenGroup(RemoteOrder):
     mean: MeanRule = PLAIN
     audits: Annotated[float, Field(number(0.0, 1.0))] = 0.0
     grain: Grain = 0
+    proves: Token = ""
 
     def verify(self) -> None:
         """Raise MalformedMessageError if there are not as many tokens as founders, or no shard of this number."""

@@ -90,6 +90,18 @@ class Hashes(StrEnum):
     """So are the results of rounds that members reduce among themselves, by one of them."""
 
 
+class Damping(StrEnum):
+    """Factor of a contribution that is stale."""
+
+    NONE = "none"
+    INVERSE = "inverse"
+    """1 / (1 + staleness): staleness-aware asynchronous SGD (Zhang et al., 2016)."""
+
+
+KEPT_STALENESS: Final = 12
+"""Rounds for which a late worker keeps a gradient, by default. With its next one that weighs as much as 13 at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lateness:
     """Rule by which a round is closed without stragglers. One of the first three says how many are waited for.
@@ -100,6 +112,8 @@ class Lateness:
         backup: all but so many, which may be any; then nothing else is waited for.
         grace: seconds that the others have when a quorum has given everything.
         keeps: whether a late member adds what did not count to what it gives next, or forgets it.
+        staleness: most rounds for which it keeps that, and then forgets it; None for no limit.
+        damping: factor of what was kept.
     """
 
     quorum: int = 0
@@ -107,6 +121,8 @@ class Lateness:
     backup: int = 0
     grace: float = GRACE_SECONDS
     keeps: bool = True
+    staleness: int | None = None
+    damping: Damping = Damping.NONE
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.quorum, self.percent, self.backup))) != 1:
@@ -184,14 +200,6 @@ class ModeName(StrEnum):
     """It takes those that are there, and waits for no member."""
 
 
-class Damping(StrEnum):
-    """Factor of a contribution that is stale."""
-
-    NONE = "none"
-    INVERSE = "inverse"
-    """1 / (1 + staleness): staleness-aware asynchronous SGD (Zhang et al., 2016)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Mode:
     """Mode of a group's rounds.
@@ -213,14 +221,6 @@ class Mode:
         if self.name is ModeName.BOUNDED and self.staleness is None:
             raise InvalidArgumentError(
                 "mode 'bounded' needs staleness, the most updates by which a gradient is late: give a number, such as 4"
-            )
-        given = {"staleness": self.staleness is not None, "damping": self.damping is not Damping.NONE}
-        if not self.grants and any(given.values()):
-            names = " and ".join(name for name, is_given in given.items() if is_given)
-            are = "are" if all(given.values()) else "is"
-            raise InvalidArgumentError(
-                f"{names} {are} for mode 'bounded' or 'async', and the mode is 'sync', in which no gradient is stale: "
-                f"choose one of the former, or leave {names} out"
             )
 
     @property
@@ -261,10 +261,11 @@ def in_mode(
     """Return a mode, and the rule by which its rounds begin, or are closed. `lateness_of` has the other arguments.
 
     By default a round of mode "bounded" begins with half of the members that are present, and one of mode "async" with
-    any. The others have no grace, unless that is said. No contribution is late.
+    any. The others have no grace, unless that is said. No contribution is late. In mode "sync" the staleness and the
+    damping are those of what late members keep.
     """
     if not mode.grants:
-        return mode, lateness_of(quorum, backup, grace, late, most)
+        return SYNC, _keeping(mode, lateness_of(quorum, backup, grace, late, most))
     if late is not None:
         raise InvalidArgumentError(f"late needs mode 'sync': in mode {str(mode.name)!r} no gradient comes too late")
     if quorum is None and not backup:
@@ -272,6 +273,23 @@ def in_mode(
     lateness = lateness_of(quorum, backup, None if backup else grace or 0.0, None, most)
     assert lateness is not None
     return mode, replace(lateness, keeps=False)
+
+
+def _keeping(told: Mode, lateness: Lateness | None) -> Lateness | None:
+    """Return ``lateness``, with the limits of what late members keep. InvalidArgumentError if they keep nothing."""
+    if lateness is not None and lateness.keeps:
+        staleness = KEPT_STALENESS if told.staleness is None else told.staleness
+        return replace(lateness, staleness=staleness, damping=told.damping)
+    given = {"staleness": told.staleness is not None, "damping": told.damping is not Damping.NONE}
+    if any(given.values()):
+        names = " and ".join(name for name, is_given in given.items() if is_given)
+        are = "are" if all(given.values()) else "is"
+        raise InvalidArgumentError(
+            f"{names} {are} for mode 'bounded' or 'async', or for what late workers keep (quorum or backup, with late "
+            f"'keep'), and the mode is 'sync', in which no gradient is stale here: choose one of these, or leave "
+            f"{names} out"
+        )
+    return lateness
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ Times are those of the coordinator's own clock, in seconds. `Start` gives the ti
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +135,8 @@ class RoundRecord:
         opened: time of the first contribution.
         completed: time of the last result.
         last: member id of the last contribution, which the round waited for.
-        arrivals: times of each member's first slice and of its last one.
+        arrivals: times of each member's first slice, and of the last one that waited for no result of another member.
+            The latter is None if it is not known.
         inputs: the digest of what was summed of each member's contribution, over all buckets; empty if none was made.
         results: the digest of each bucket's result, by its place in the section; empty if none was made.
         cut: for members that departed in this round, (member id, bucket, number of slices that counted).
@@ -151,7 +153,7 @@ class RoundRecord:
     opened: float
     completed: float
     last: int
-    arrivals: tuple[tuple[float, float], ...] = ()
+    arrivals: tuple[tuple[float, float | None], ...] = ()
     inputs: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     cut: tuple[tuple[int, int, int], ...] = ()
@@ -166,7 +168,7 @@ class RoundRecord:
 
     def moved(self, seconds: float) -> RoundRecord:
         """Return the same round, so much later."""
-        arrivals = tuple((first + seconds, last + seconds) for first, last in self.arrivals)
+        arrivals = tuple((one + seconds, None if last is None else last + seconds) for one, last in self.arrivals)
         opened, completed = self.opened + seconds, self.completed + seconds
         return replace(self, opened=opened, completed=completed, arrivals=arrivals)
 
@@ -186,7 +188,8 @@ def uncolumn(code: str, value: Any, most: int) -> tuple[Any, ...]:
 
 def pack_round(record: RoundRecord) -> list[Any]:
     """A round's fields. Times are relative to when it was opened, and take four bytes each."""
-    lags = [moment - record.opened for arrival in record.arrivals for moment in arrival]
+    moments = (moment for arrival in record.arrivals for moment in arrival)
+    lags = [math.nan if moment is None else moment - record.opened for moment in moments]
     return [
         record.round,
         column("d", record.weights),
@@ -213,14 +216,16 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
     weights = tuple(_weight(weight) for weight in uncolumn("d", packed, MAX_WORLD_SIZE))
     seconds = _took(took)
     begun = opened if opened is not None else (completed or 0.0) - seconds
-    moments = [begun + _lag(lag) for lag in uncolumn("f", lags, 2 * MAX_WORLD_SIZE)]
+    found = uncolumn("f", lags, 2 * MAX_WORLD_SIZE)
+    firsts = [begun + _lag(lag) for lag in found[::2]]
+    lasts = [None if math.isnan(lag) else begun + _lag(lag) for lag in found[1::2]]
     record = RoundRecord(
         _count(round_number),
         weights,
         begun,
         begun + seconds if completed is None else completed,
         _rank(last),
-        tuple(zip(moments[::2], moments[1::2], strict=False)),
+        tuple(zip(firsts, lasts, strict=False)),
         uncolumn("Q", inputs, MAX_WORLD_SIZE),
         uncolumn("Q", results, MAX_BUCKETS),
         _cuts(uncolumn("Q", cut, 3 * _MAX_CUT)),
@@ -231,7 +236,7 @@ def unpack_round(value: Any, opened: float | None = None, completed: float | Non
     world = len(weights)
     spoken_of = {record.last, *(member_id for member_id, _, _ in record.cut), *(one[0] for one in record.nonfinite)}
     spoken_of.update(member_id for one in record.compared for member_id in (one.member_id, one.other))
-    if len(moments) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
+    if len(found) not in (0, 2 * world) or len(record.inputs) not in (0, world) or max(spoken_of) >= world:
         raise MalformedMessageError("a round of which the numbers by rank do not fit together")
     return record
 
@@ -552,7 +557,8 @@ class Outlier(Kind):
         if not self.off:
             return f"as of round {self.round}: the gradients of {name} are in line again"
         becomes = ", and the others go on without it" if self.evicted else ""
-        figures = f"norm {self.ratio:.3g} times the median, cosine {self.cosine:.2f} to the mean of the others"
+        norm = f"norm {self.ratio:.3g} times the median, " if self.ratio > 3 else ""
+        figures = f"{norm}cosine {self.cosine:.2f} to the mean of the others"
         return f"as of round {self.round}: the gradients of {name} are far off{becomes}: {figures}"
 
 

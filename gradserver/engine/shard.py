@@ -238,7 +238,7 @@ class ShardEngine:
                 effects.send(connection, message)
             case Join() | Enlist():
                 raise JoinRefusedError(
-                    f"this is no coordinator but a data shard of the one at {self._primary}: that is the URL to use"
+                    f"this is not a coordinator but a data shard of the one at {self._primary}: that is the URL to use"
                 )
             case _:
                 raise UnexpectedMessageError(f"a {type(message).__name__} is not for a data shard")

@@ -272,7 +272,9 @@ def _round_line(found: Round, start: Start | None) -> dict[str, Any]:
         "completed": _wall(start, record.completed),
         "last": record.last,
         "weights": record.weights,
-        "arrivals": [[_wall(start, first), _wall(start, last)] for first, last in record.arrivals],
+        "arrivals": [
+            [_wall(start, first), None if last is None else _wall(start, last)] for first, last in record.arrivals
+        ],
         "inputs": [hexadecimal(value) for value in record.inputs],
         "results": [hexadecimal(value) for value in record.results],
         "used": [one._asdict() for one in found.used_up],

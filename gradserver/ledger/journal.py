@@ -87,7 +87,7 @@ def number_of(path: Path, data: bytes) -> int:
     """Return the number that a file begins with; StateError if it is no ledger file."""
     check_format(path, data)
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER_BYTES:
-        raise StateError(f"{path} is no ledger file: it does not begin as one")
+        raise StateError(f"{path} is not a ledger file: it does not begin as one")
     (number,) = struct.unpack_from("<I", data, len(MAGIC))
     return int(number)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from statistics import median
 from textwrap import wrap
 
 from gradserver.engine.data_records import Data
 from gradserver.engine.declared import Kind
+from gradserver.engine.lateness import BEGAN_LATE, SENT_SLOWLY, UNKNOWN, Lag, lags, slowest, was_there
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import (
     Begun,
@@ -43,24 +44,6 @@ _SHOWN_RANGES = 4
 _SHOWN_NAME = 24
 """Characters; longer names are cut, so that a table fits its columns."""
 _UNKNOWN = "????-??-?? ??:??:??"
-_TOLD_SHARE, _TOLD_SECONDS = 0.05, 0.001
-"""Lag behind the median, as a share of the round and in seconds, below which a member is not late."""
-
-
-class Lag:
-    """Lag of one member behind the median member: of its first and of its last slice, in seconds."""
-
-    def __init__(self, record: RoundRecord, member_id: int) -> None:
-        there = [member_id for member_id in range(len(record.arrivals)) if was_there(record, member_id)]
-        firsts, lasts = zip(*(record.arrivals[other] for other in there or [member_id]), strict=True)
-        first, last = record.arrivals[member_id]
-        self.began, self.ended = first - median(firsts), last - median(lasts)
-
-    def why(self, record: RoundRecord) -> str:
-        """Return what made it late; empty if it was not."""
-        if self.ended < max(_TOLD_SHARE * (record.completed - record.opened), _TOLD_SECONDS):
-            return ""
-        return "began late" if self.began >= self.ended / 2 else "sent slowly"
 
 
 class Story:
@@ -90,10 +73,15 @@ class Story:
         self.events: deque[str] = deque(maxlen=_SHOWN_EVENTS)
         self.recent: deque[RoundRecord] = deque(maxlen=_SHOWN_ROUNDS)
         self.took = array("f")
-        self.behind: defaultdict[int, array[float]] = defaultdict(lambda: array("f"))
+        self.behind: defaultdict[int, defaultdict[int, array[float]]] = defaultdict(
+            lambda: defaultdict(lambda: array("f"))
+        )
+        """Seconds that each member was behind the others, by section: each round of a step has another one."""
         self.given: Counter[int] = Counter()
         self.late: Counter[tuple[int, str]] = Counter()
         self.came_last: Counter[int] = Counter()
+        self.unmeasured = 0
+        """Rounds that do not tell which member was late."""
         self.closed: dict[int, list[Cut]] = {}
         """Rounds that were closed without some members."""
         self.missed: Counter[int] = Counter()
@@ -167,17 +155,24 @@ class Story:
         self.hashed += bool(record.inputs)
         self.recent.append(record)
         self.took.append(record.completed - record.opened)
-        self.came_last[record.last] += 1
         self._staleness.complete(record)
         for member_id, staleness in self._staleness.latest.items():
             self.staleness[member_id].append(staleness)
         self.bad.update({member_id for member_id, _, _, _ in record.nonfinite})
         for member_id, weight in enumerate(record.weights):
             self.given[member_id] += weight > 0
-            if record.arrivals and was_there(record, member_id):
-                lag = Lag(record, member_id)
-                self.behind[member_id].append(lag.ended)
-                self.late[member_id, lag.why(record)] += 1
+        found = lags(record)
+        last = slowest(found)
+        self.came_last[last] += 1
+        self.unmeasured += last < 0 and len(record.weights) > 1
+        for member_id, lag in found.items():
+            self.late[member_id, lag.cause] += 1
+            if lag.cause != UNKNOWN:
+                self.behind[member_id][record.section].append(lag.seconds)
+
+    def usually_behind(self, member_id: int) -> float | None:
+        """Return the median of the seconds that a member was behind; of several modules, that of the largest."""
+        return max((median(found) for found in self.behind[member_id].values()), default=None)
 
     def choose(self, record: Round) -> None:
         """Note that the user has asked for this round, the last one."""
@@ -188,11 +183,6 @@ class Story:
         """Return the name of a member, cut to the width of a column."""
         name = plain(self.names.get(member_id, "?"))
         return name if len(name) <= _SHOWN_NAME else name[: _SHOWN_NAME - 1] + "…"
-
-
-def was_there(record: RoundRecord, member_id: int) -> bool:
-    """Return whether a member contributed anything. A member that has left an elastic group keeps its place."""
-    return bool(record.weights[member_id]) or record.arrivals[member_id] != (record.opened, record.opened)
 
 
 def summary(story: Story) -> list[str]:
@@ -216,13 +206,13 @@ def summary(story: Story) -> list[str]:
                 story.call(member_id),
                 story.given[member_id],
                 story.came_last[member_id],
-                _seconds(median(story.behind[member_id])) if story.behind[member_id] else "-",
-                story.late[member_id, "began late"],
-                story.late[member_id, "sent slowly"],
+                _known(story.usually_behind(member_id)),
+                story.late[member_id, BEGAN_LATE],
+                story.late[member_id, SENT_SLOWLY],
             ]
             for member_id in sorted(story.names)
         ]
-        heads = ["member", "worker", "rounds", "came last", "behind", "began late", "sent slowly"]
+        heads = ["member", "worker", "rounds", "came last", "behind", BEGAN_LATE, SENT_SLOWLY]
         if story.missed:
             heads.append("too late")
             rows = [[*row, story.missed[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
@@ -234,6 +224,8 @@ def summary(story: Story) -> list[str]:
             heads.append("not finite")
             rows = [[*row, story.bad[member_id]] for row, member_id in zip(rows, sorted(story.names), strict=True)]
         lines += table(heads, rows)
+        if story.unmeasured:
+            lines.append(f"  {counted(story.unmeasured, 'round')} of {story.count} do not tell which worker was late")
     lines += [
         line for event in story.events for line in wrap(event, 98, initial_indent="  ", subsequent_indent=" " * 23)
     ]
@@ -257,20 +249,31 @@ def round_rows(story: Story, found: Sequence[Round]) -> list[str]:
 def _rows(story: Story, records: Sequence[RoundRecord]) -> list[str]:
     rows = []
     for record in records:
-        lag = Lag(record, record.last) if record.arrivals else None
+        found = lags(record)
+        last = slowest(found)
         rows.append(
             [
                 record.round,
                 moment(story.start, record.completed)[11:],
                 _seconds(record.completed - record.opened),
                 f"{sum(weight > 0 for weight in record.weights)} of {_present(record)}",
-                story.call(record.last),
-                "-" if lag is None else _seconds(lag.ended),
-                _remark(story, record) or ("" if lag is None else lag.why(record)),
+                "-" if last < 0 else story.call(last),
+                "-" if last < 0 else _seconds(found[last].seconds),
+                _remark(story, record) or _cause(found),
                 hexadecimal(sum(record.results) % MODULUS) if record.results else "-",
             ]
         )
     return table(["round", "done at", "took", "counted", "came last", "behind", "why", "digest"], rows)
+
+
+def _cause(found: Mapping[int, Lag]) -> str:
+    """Return why the others waited for the last member of a round, if they did."""
+    last = slowest(found)
+    return (UNKNOWN if found else "") if last < 0 else found[last].cause
+
+
+def _known(seconds: float | None) -> str:
+    return "-" if seconds is None else _seconds(seconds)
 
 
 def _remark(story: Story, record: RoundRecord) -> str:
@@ -287,9 +290,10 @@ def one_round(story: Story, found: Round) -> list[str]:
         f"{moment(story.start, record.opened)}, took {_seconds(record.completed - record.opened)}"
     ]
     total = sum(record.weights)
+    found_lags = lags(record)
     rows = []
     for member_id, weight in enumerate(record.weights):
-        first, last = record.arrivals[member_id] if record.arrivals else (record.opened, record.opened)
+        first, last = record.arrivals[member_id] if record.arrivals else (record.opened, None)
         rows.append(
             [
                 member_id,
@@ -297,8 +301,8 @@ def one_round(story: Story, found: Round) -> list[str]:
                 f"{weight:g}",
                 f"{weight / total:.1%}" if weight else "left out",
                 _seconds(first - record.opened),
-                _seconds(last - record.opened),
-                Lag(record, member_id).why(record) if record.arrivals else "",
+                _known(None if last is None else last - record.opened),
+                found_lags[member_id].cause if member_id in found_lags else "",
                 story.stale.get(record.round, {}).get(member_id, "-"),
                 hexadecimal(record.inputs[member_id]) if record.inputs else "-",
             ]
@@ -342,6 +346,7 @@ def _not_finite(story: Story, record: RoundRecord) -> list[str]:
         bucket = buckets[part] if part < len(buckets) else None
         known = bucket is not None and 0 <= first < bucket.numel
         parameter = _cut(bucket.component_at(first).name) if bucket is not None and known else "?"
+        parameter += " (buffer)" if bucket is not None and bucket.has_buffers else ""
         rows.append([story.call(member_id), _cut(bucket.key) if bucket is not None else part, slices, parameter])
     becomes = "skipped by all workers" if story.handling is OnNonFinite.SKIP else "left out"
     return [f"  NaN or Inf, {becomes}:", *table(["worker", "bucket", "slices", "first parameter"], rows)]

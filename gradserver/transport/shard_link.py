@@ -121,7 +121,7 @@ class Link:
                         continue
                     case other, _:
                         what = f"a {type(other).__name__}"
-                        raise UnexpectedMessageError(f"{self.primary} is no coordinator: it answers with {what}")
+                        raise UnexpectedMessageError(f"{self.primary} is not a coordinator: it answers with {what}")
             if self._dealer.monitor in ready:
                 raise CoordinatorUnreachableError(self._dealer.end(self.primary, "coordinator").message)
             self._ask()
@@ -220,7 +220,7 @@ class Link:
 
     def close(self) -> None:
         """Break the link, as a message violated the protocol."""
-        self._break(CoordinatorError("it sent a message that is no order"))
+        self._break(CoordinatorError("it sent a message that is not an order"))
 
     def end(self) -> None:
         """Close the connection. May be called twice."""

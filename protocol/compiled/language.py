@@ -25,6 +25,7 @@ READ_BYTES = types.Array(uint8, 1, "C", readonly=True, aligned=False)
 OFFSETS = types.Array(int64, 1, "C")
 READ_OFFSETS = types.Array(int64, 1, "C", readonly=True)
 SUMS = types.Array(float64, 1, "C")
+WORDS = types.Array(uint64, 1, "C")
 READ_WORDS = types.Array(uint64, 1, "C", readonly=True, aligned=False)
 
 

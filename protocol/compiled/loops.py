@@ -26,6 +26,7 @@ from gradserver.protocol.compiled.language import (
     READ_WORDS,
     ROW,
     SUMS,
+    WORDS,
     bits_of,
     compiled,
     magnitude_of,
@@ -44,6 +45,8 @@ CHUNK: Final = np.uint64(512)
 """Elements that all steps are done with before the next ones. With more of them, the memory waits for the steps."""
 _GROUP: Final = np.uint64(256)
 _ROW: Final = np.uint64(1024)
+_LOW: Final = np.uint64(0xFFFF_FFFF)
+_HALF: Final = np.uint64(32)
 _0, _1, _2, _4, _8, _255 = (np.uint64(number) for number in (0, 1, 2, 4, 8, 255))
 
 _SIGN: Final = np.uint32(0x8000_0000)
@@ -254,6 +257,21 @@ def digest(words: Any, factors: Any, place: Any) -> Any:
         total += part * (_2 * number + _1)
         start, column, number = start + count, _0, number + _1
     return total
+
+
+@compiled(void(READ_WORDS, READ_WORDS, WORDS))
+def rows(words: Any, key: Any, sums: Any) -> None:
+    """Compute the keyed sum of each row of words: products of halves, each with its half of the key added."""
+    size, row = uint64(words.size), carray(pointer(uint64(words.ctypes.data), np.uint64), words.size)
+    keys = carray(pointer(uint64(key.ctypes.data), np.uint64), key.size)
+    start, number = _0, _0
+    while start < size:
+        count, total = min(_ROW, size - start), _0
+        for i in range(count):
+            word, own = row[start + i], keys[i]
+            total += ((word + own) & _LOW) * (((word >> _HALF) + (own >> _HALF)) & _LOW)
+        sums[number] = total
+        start, number = start + count, number + _1
 
 
 # ── blocks ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -63,6 +63,7 @@ TABLE: Final = Kernels(
     average={name: partial(_combine, kind) for name, kind in _HALVES.items()},  # numpy is quicker with float32
     hand_out={name: partial(_hand_out, kind) for name, kind in _ELEMENTS.items()},
     digest=loops.digest,
+    rows=loops.rows,
     largest=sparse.largest,
     keep_largest=sparse.keep_largest,
     keep_drawn=sparse.keep_drawn,

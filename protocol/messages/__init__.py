@@ -30,6 +30,8 @@ worker                                  coordinator
   Paced ─────────────────────────────────► shows in the status how fast this member is
   Inquire ───────────────────────────────► "which members are missing?", when a wait ran out
   ◄────────────────────────────────────── Missing
+  Blocked ───────────────────────────────► "all my threads wait, for this": `.waiting` has it
+  ◄────────────────────────────────────── Recheck, when all members have said so
   Leave ─────────────────────────────────► forgets the worker
   ◄────────────────────────────────────── Leave, the same: all that was said before it was heard
   ◄────────────────────────────────────── BePresent, when it has come: also to a data shard that comes to a coordinator
@@ -65,7 +67,7 @@ anyone
 from __future__ import annotations
 
 from gradserver.protocol.message_family import MessageKind
-from gradserver.protocol.messages import leases, recovery
+from gradserver.protocol.messages import leases, recovery, waiting
 from gradserver.protocol.messages.core import (
     BePresent,
     Failure,
@@ -111,4 +113,4 @@ from gradserver.protocol.messages.plans import Agreed, Follow, Opened, Opens, Pr
 from gradserver.protocol.messages.shards import Attend, Attended, Enlist, Enlisted, Ordered, Reported
 
 Message = MessageKind | Push | Result
-"""All messages; those of `.recovery` and `.leases` are among them."""
+"""All messages; those of `.recovery`, `.leases` and `.waiting` are among them."""

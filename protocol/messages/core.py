@@ -88,8 +88,9 @@ class Welcome(MessageKind):
         commits: true if modules have a commit beside their gradients, with which a round can be direct.
         digests: true if a commit has the digest of the results, for the ledger.
         mode: mode of the rounds: "sync", "bounded" or "async".
-        staleness: most updates by which a contribution may be late; -1 for no limit, and in mode "sync".
-        damping: factor of stale contributions: "none" or "inverse".
+        staleness: most updates by which a contribution may be late; -1 for no limit. In mode "sync" it is the most
+            rounds for which a late contribution is kept.
+        damping: factor of stale contributions, or of those that are kept: "none" or "inverse".
         places: the largest number of members; their ids are below. 0 if that is not known.
         grain: size of slices; 0 for slices as large as they may be (`gradserver.protocol.slicing`).
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.

@@ -17,6 +17,7 @@ from gradserver.protocol.fields import (
     Count,
     Flag,
     Key,
+    Proof,
     Ranks,
     Squares,
     Text,
@@ -27,7 +28,7 @@ from gradserver.protocol.fields import (
     any_rank,
     count,
 )
-from gradserver.protocol.limits import MAX_NUMEL, MAX_SLICES, RUN_BYTES
+from gradserver.protocol.limits import CODE_BYTES, MAX_NUMEL, MAX_SLICES, RUN_BYTES, STAMP_BYTES
 from gradserver.protocol.message_family import MessageKind, Payloads, message, refuse_payloads
 
 # ── slices, and the memory that they lie in ───────────────────────────────────────────────────────────
@@ -138,7 +139,7 @@ class Push(NamedTuple):
             raise MalformedMessageError("a Push that names a place for its result, and none for what it gives")
 
 
-@message(6, Payloads.optional(RUN_BYTES), shorter=(4, 5, 6, 7, 8, 9, 10))
+@message(6, Payloads.optional(RUN_BYTES), shorter=(4, 5, 6, 7, 8, 9, 10, 11))
 class Result(NamedTuple):
     """The result of a slice, or of several that were pushed together.
 
@@ -158,6 +159,9 @@ class Result(NamedTuple):
     With the mean of a bucket come the ``squares`` of what members apply: two numbers for each slice. Their sum is the
     sum of the squares of its elements. The second is the rest that rounding has left of the first. So the sum over all
     slices is the same, rounded, however the bucket was cut. It is NaN or infinite as the elements are.
+
+    In a durable group members keep a result for one another, with its ``proof`` that it was made: nothing else is
+    handed on (`gradserver.engine.proofs`).
     """
 
     key: Key
@@ -171,6 +175,7 @@ class Result(NamedTuple):
     weights: Weights = ()
     nonfinite: Ranks = ()
     squares: Squares = ()
+    proof: Proof = b""
 
     def check_payloads(self, count: int) -> None:
         """Raise MalformedMessageError unless data travels as payload or lies in shared memory, one of the two."""
@@ -189,6 +194,18 @@ class Taken(MessageKind):
 def squares_of(squares: Sequence[float], start: int, stop: int) -> tuple[float, ...]:
     """Return those of a `Result`'s slices from ``start`` up to ``stop``, counted from its first one."""
     return tuple(squares[2 * start : 2 * stop])
+
+
+def proof_of(proof: bytes, start: int, stop: int) -> bytes:
+    """Return that of a `Result`'s slices from ``start`` up to ``stop``, counted from its first one."""
+    if not proof:
+        return proof
+    return proof[:STAMP_BYTES] + proof[STAMP_BYTES + start * CODE_BYTES : STAMP_BYTES + stop * CODE_BYTES]
+
+
+def made_in(proof: bytes) -> int:
+    """Return the generation in which slices were made, as their proof says."""
+    return int.from_bytes(proof[:STAMP_BYTES], "little")
 
 
 # ── waiting ───────────────────────────────────────────────────────────────────────────────────────────

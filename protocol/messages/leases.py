@@ -3,7 +3,7 @@
 worker                                  coordinator
   Register + used ───────────────────────► "this is the data that I use": compares
   ◄────────────────────────────────────── Located + used
-  Claim ─────────────────────────────────► hands out positions, each to one worker
+  Claim + returned ──────────────────────► hands out positions, each to one worker; others get what is returned
   ◄────────────────────────────────────── Claimed + ranges
   Used + ranges ─────────────────────────► in a round: they are used up when it is over, and this worker counted in it
 
@@ -53,10 +53,12 @@ class Located(MessageKind):
     audit: Annotated[float, Field(number(0.0, 1.0))] = 0.0
 
 
-@message(32)
+@message(32, Payloads.optional(MAX_RANGES_BYTES))
 @dataclass(frozen=True, slots=True)
 class Claim(MessageKind):
     """The request for ``count`` positions of ``epoch``, or with 0 the question whether it is finished.
+
+    The payload's ranges are returned: the worker has dropped what it computed of them.
 
     ``number`` counts the worker's claims of this data. From ``round`` on it says in each round what it used.
     ``audit`` is the audited round that the positions are for, plus 1; 0 if they are for none.

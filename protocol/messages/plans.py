@@ -46,7 +46,8 @@ class Agreed(MessageKind):
 class Opens(MessageKind):
     """The message that this member is about to exchange ``section`` in ``round``, if a plan has several sections.
 
-    When a round is void, it begins again with another section: each ``attempt`` takes the place of those before it.
+    The ``attempt`` is 0 if members reduce the round among themselves, with a commit, and 1 over the coordinator. The
+    latter takes the place of the former: that was void, or is void as a learner contributes and has no part in it.
     """
 
     round: Stated

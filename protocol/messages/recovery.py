@@ -95,7 +95,20 @@ from gradserver.protocol.checks import listed, text
 from gradserver.protocol.declared import Field
 from gradserver.protocol.errors import LimitExceededError, MalformedMessageError
 from gradserver.protocol.exchange import ExchangeKey, Stream
-from gradserver.protocol.fields import Count, Flag, Key, Rank, Ranks, Squares, Stated, Text, Total, Weight, Weights
+from gradserver.protocol.fields import (
+    Count,
+    Flag,
+    Key,
+    Proof,
+    Rank,
+    Ranks,
+    Squares,
+    Stated,
+    Text,
+    Total,
+    Weight,
+    Weights,
+)
 from gradserver.protocol.limits import (
     MAX_COUNTER,
     MAX_FRAME_BYTES,
@@ -157,8 +170,8 @@ class Holding(MessageKind):
 
         how many columns of weights: u16
         each of them                 how many ids: u16, and the weight of each: f64
-        each span                    state: u8, column (0: none, 1: the first, …): u16,
-                                     stream: u8, number, part: u64, source, target: i16, first, stop, bytes: u32
+        each span                    state: u8, column (0: none, 1: the first, …): u16, stream: u8,
+                                     number, part: u64, source, target: i16, first, stop, bytes: u32, made: u64
 
     Attributes:
         generation: that of the Resumed.
@@ -184,7 +197,7 @@ class Fetch(MessageKind):
 @message(27, Payloads.optional(SLICE_BYTES))
 @dataclass(frozen=True, slots=True)
 class Held(MessageKind):
-    """A result that this member holds, as it came: ``weight``, ``without``, ``weights``, ``squares`` are the Result's.
+    """A result that this member holds, as it came: what is said of it, and its ``proof``, are the Result's.
 
     The payload is the result, if it is ``present``; zeros need none.
     """
@@ -197,6 +210,7 @@ class Held(MessageKind):
     without: Ranks = ()
     weights: Weights = ()
     squares: Squares = ()
+    proof: Proof = b""
 
     def check_payloads(self, count: int) -> None:
         """Raise MalformedMessageError unless there is a payload if it is present, and none else."""
@@ -235,7 +249,8 @@ class Span(NamedTuple):
     """Slices ``first`` up to ``stop`` of an exchange. Those of an exchange do not overlap.
 
     ``weights`` are those of the slices' Results, if these are held, by member id. Of collectives and transfers
-    ``nbytes`` is the length of each result: the one that is held (0: it has no bytes), or that is lacking.
+    ``nbytes`` is the length of each result: the one that is held (0: it has no bytes), or that is lacking. A result
+    that is held was ``made`` in this generation, as its proof says. If it was made anew since, that one counts.
     """
 
     state: State
@@ -244,6 +259,7 @@ class Span(NamedTuple):
     stop: int
     weights: tuple[float, ...] = ()
     nbytes: int = 0
+    made: int = 0
 
 
 MAX_OVER: Final = 256
@@ -252,7 +268,7 @@ MAX_COLUMNS: Final = 256
 """Different ``weights`` that a Holding tells. It says nothing of slices with others. There is one weight for each
 member and round, unless buckets are weighed differently. So there are as many as members departed from what is open."""
 _SHORT: Final = struct.Struct("<H")
-_SPAN: Final = struct.Struct("<BHBQQhhIII")
+_SPAN: Final = struct.Struct("<BHBQQhhIIIQ")
 _LAST_STREAM: Final = int(max(Stream))
 
 
@@ -260,10 +276,10 @@ def pack_spans(spans: Iterable[Span]) -> bytes:
     """Return the payload of a Holding."""
     columns: dict[tuple[float, ...], int] = {(): 0}
     packed: list[bytes] = []
-    for state, key, first, stop, weights, nbytes in spans:
+    for state, key, first, stop, weights, nbytes, made in spans:
         if weights not in columns and len(columns) <= MAX_COLUMNS:
             columns[weights] = len(columns)
-        packed.append(_SPAN.pack(state, columns.get(weights, 0), *key, first, stop, nbytes))
+        packed.append(_SPAN.pack(state, columns.get(weights, 0), *key, first, stop, nbytes, made))
     told = [_SHORT.pack(len(weights)) + struct.pack(f"<{len(weights)}d", *weights) for weights in columns if weights]
     return b"".join((_SHORT.pack(len(told)), *told, *packed))
 
@@ -319,11 +335,12 @@ def _span(
     first: int,
     stop: int,
     nbytes: int,
+    made: int,
 ) -> Span:
     if (
         state > State.ELSEWHERE
         or stream > _LAST_STREAM
-        or max(number, part) > MAX_COUNTER
+        or max(number, part, made) > MAX_COUNTER
         or not -1 <= min(source, target) <= max(source, target) < MAX_WORLD_SIZE
         or first >= stop
         or nbytes > (SLICE_BYTES if stream != Stream.BUCKET else 0)
@@ -333,4 +350,6 @@ def _span(
     if column >= len(columns) or (column and (state != State.HELD or stream != Stream.BUCKET)):
         which = f"column {column} of {len(columns) - 1}"
         raise MalformedMessageError(f"slices in the state {state} of stream {stream} with weights from {which}")
-    return Span(State(state), ExchangeKey(stream, number, part, source, target), first, stop, columns[column], nbytes)
+    return Span(
+        State(state), ExchangeKey(stream, number, part, source, target), first, stop, columns[column], nbytes, made
+    )

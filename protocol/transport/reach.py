@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import time
@@ -17,6 +18,18 @@ RETRY_SECONDS: Final = 0.1
 _WARN_SECONDS: Final = 2.0
 """Seconds without a server after which the log says that this process is still trying."""
 _LOOPBACK: Final = ("127.0.0.1", "::1")
+
+
+_NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a coordinator that cannot be reached."""
+    if isinstance(error, socket.gaierror):
+        return "Is the name of the host right? This machine finds no address for it: an address works without a name"
+    if error.errno in _NO_WAY:
+        return "Is the address right, and is there a way to it from this machine (network, VPN, firewall)?"
+    return IS_IT_RUNNING
 
 
 Reached = tuple[str, str, bool]
@@ -40,10 +53,10 @@ def wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> Re
         try:
             return reach(url, max(left, 0.01))
         except OSError as error:
-            why = reason_of(error)
+            why, ask = reason_of(error), remedy(error)
         if time.monotonic() + RETRY_SECONDS >= started + timeout:
             text = f"no {what} answered at {url} within {timeout:g} s ({why})"
-            raise CoordinatorUnreachableError(f"{text}. {IS_IT_RUNNING}")
+            raise CoordinatorUnreachableError(f"{text}. {ask}")
         if not warned and time.monotonic() - started > _WARN_SECONDS:
             warned = True
             log.warning("no %s at %s yet (%s); trying for %g s in all", what, url, why, timeout)

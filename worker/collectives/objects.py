@@ -160,5 +160,5 @@ def _decoded(data: bytes, allow_pickle: bool, giver: str) -> Any:
         if data[:1] == _TREE:
             return from_bytes(data[1:])
     except MalformedMessageError as error:
-        raise MalformedMessageError(f"what {giver!r} has sent is no object: {error.message}") from error
-    raise MalformedMessageError(f"what {giver!r} has sent is no object but {len(data)} other bytes")
+        raise MalformedMessageError(f"what {giver!r} has sent is not an object: {error.message}") from error
+    raise MalformedMessageError(f"what {giver!r} has sent is not an object but {len(data)} other bytes")

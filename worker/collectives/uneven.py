@@ -131,7 +131,7 @@ def _tensor(model: Any, bound: Binding, part: bytes) -> Any:
     row = int(np.prod(bound.shape[1:], dtype=np.int64)) * bound.dtype.itemsize
     rows, left = divmod(len(part), row) if row else (0, len(part))
     if left:
-        raise SizeMismatchError(f"{len(part)} bytes came, which are no rows of {row} bytes")
+        raise SizeMismatchError(f"{len(part)} bytes came, which are not rows of {row} bytes")
     made = like(model, (rows, *bound.shape[1:]))
     target = bind(made, writes=True)
     target.data[:] = np.frombuffer(part, np.uint8)

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from gradserver.protocol.balance import shard_sizes
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.whole import whole_number
 from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
 from gradserver.worker.data.sampler import HasRank
@@ -54,6 +55,7 @@ class BalancedSampler(Sampler[list[int]]):
         InvalidArgumentError: the batch is smaller than the number of workers, or an argument is out of range.
     """
 
+    @names_keywords
     def __init__(
         self,
         dataset_or_length: Sized | int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -13,6 +14,7 @@ from gradserver.protocol.audits import NO_AUDIT, Audit
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_NUMEL
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.ranges import Ranges, count, lowest, union
 from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker
@@ -26,6 +28,11 @@ _NOT_RUNNING: Final = (
     "take batches of these DataRanges by job.batches(…) or data.batches(loader): only so it is known which of them the "
     "training has used, as a loader reads ahead"
 )
+
+
+_FIRST_PAUSE: Final = 0.001
+_LONGEST_PAUSE: Final = 0.25
+"""Seconds that a worker waits before it asks again what others have yet to use."""
 
 
 class Batch(NamedTuple):
@@ -89,6 +96,7 @@ class DataRanges:
         UsageError: this worker already has DataRanges of this name, or its group has no rounds, as it has no plan.
     """
 
+    @names_keywords
     def __init__(
         self,
         dataset_or_length: Sized | int,
@@ -119,6 +127,10 @@ class DataRanges:
         """Ranges that are claimed ahead."""
         self._left: Ranges = ()
         """Ranges of this worker that are in no batch yet."""
+        self._returned: Ranges = ()
+        """Ranges that others may have: what was computed of them is dropped. The next claim says so."""
+        self._asked_in_vain = 0
+        """Times in a row that the epoch was not finished, and this worker has got nothing of it since."""
         self._drawn: deque[Batch] = deque()
         """Batches that a loader reads ahead."""
         self._used: Ranges = ()
@@ -170,7 +182,18 @@ class DataRanges:
             return False
         answer: Claimed
         answer, _ = self._claim(0).wait()
+        if not answer.finished:
+            self._pause()
         return answer.finished
+
+    def _pause(self) -> None:
+        """Wait a moment, if this worker has asked in vain before: what is left is another's, which has yet to use it.
+
+        All members do, so a group in which that lasts does not make empty rounds as fast as it can.
+        """
+        if self._asked_in_vain:
+            time.sleep(min(_FIRST_PAUSE * 2 ** min(self._asked_in_vain, 16), _LONGEST_PAUSE))
+        self._asked_in_vain += 1
 
     def next_epoch(self) -> None:
         """Go to the next epoch, when this one is `finished`."""
@@ -228,6 +251,8 @@ class DataRanges:
                     f"one exchange, of which one repeats another worker's: exchange gradients after each batch, "
                     f"without accumulation, cadence or local SGD, or start the coordinator without --audit"
                 )
+            if batch.ranges:
+                self._asked_in_vain = 0
             if batch.holder >= 0:
                 self._repeated = batch.holder
             else:
@@ -294,7 +319,10 @@ class DataRanges:
         with self._asking:
             self._number += 1
             round_to_open = session.boundaries.round_to_open
-            return session.ask(Claim(self.name, self._number, self.epoch, wanted, round_to_open, audit))
+            with self._lock:
+                returned, self._returned = self._returned, ()
+            claim = Claim(self.name, self._number, self.epoch, wanted, round_to_open, audit)
+            return session.ask(claim, returned or None)
 
     def _register(self) -> None:
         if not self._registered:
@@ -343,6 +371,11 @@ class DataRanges:
         """Hand out once more what this worker used since the last round: its contribution was refused."""
         with self._lock:
             self._left, self._used = union(self._left, self._used), ()
+
+    def give_back(self) -> None:
+        """Let others have the last round's samples: it closed without this worker, which drops what it gave."""
+        with self._lock:
+            self._returned, self._said = union(self._returned, self._said[1]), (self._said[0], ())
 
     def carry(self) -> None:
         """Carry the last round's samples over to the next: it closed without this worker, which keeps what it gave."""

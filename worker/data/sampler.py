@@ -13,6 +13,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from gradserver.protocol.errors import InvalidArgumentError, InvalidRankError, InvalidWorldSizeError
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.whole import whole_number
 from gradserver.worker.data.permutation import epoch_permutation, key_half, length_of
 from gradserver.worker.data.sharding import check_rank, shard_batches
@@ -80,6 +81,7 @@ class ShardSampler(Sampler[int]):
         InvalidWorldSizeError: the world size is not a positive number.
     """
 
+    @names_keywords
     def __init__(
         self,
         dataset_or_length: Sized | int,
@@ -216,11 +218,13 @@ def _place(rank: int | None, world_size: int | None, num_replicas: int | None) -
         world_size = num_replicas
     elif num_replicas is not None and num_replicas != world_size:
         raise InvalidWorldSizeError(f"world_size is {world_size!r} and num_replicas is {num_replicas!r}: give one")
-    how = "give both, or call ShardSampler.for_worker(dataset, worker)"
+    how = "call ShardSampler.for_worker(dataset, worker), or give rank and world_size: ShardSampler(dataset, 0, 4)"
+    if rank is not None and not hasattr(rank, "__index__"):
+        raise InvalidRankError(f"rank is of the type {type(rank).__name__}, and must be a whole number: {how}")
     if world_size is None:
-        raise InvalidWorldSizeError(f"a shard is one of world_size shards, which was not given: {how}")
+        raise InvalidWorldSizeError(f"world_size was not given: {how}")
     if rank is None:
-        raise InvalidRankError(f"a shard is that of one rank, which was not given: {how}")
+        raise InvalidRankError(f"rank was not given: {how}")
     return check_rank(rank, world_size)
 
 

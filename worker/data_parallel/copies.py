@@ -113,7 +113,12 @@ register_optimizer_step_post_hook(_latest_step)  # once, as other threads may it
 
 def mark(tensor: Tensor) -> object:
     """Return what differs after a change that autograd knows of, and after ``tensor.data = …``."""
-    return object() if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+    return object() if tensor.is_inference() or not has_memory(tensor) else (tensor._version, tensor.data_ptr())
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements lie in one memory. Those of a sparse or a nested one do not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _likeness(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:

@@ -38,7 +38,7 @@ def _checked(named: Device) -> torch.device:
     try:
         device = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"{named!r} is no device of torch: {error}") from None
+        raise InvalidArgumentError(f"{named!r} is not a device of torch: {error}") from None
     if device.type == "cpu":
         return device if device.index else torch.device("cpu")
     if device.type != "cuda":
@@ -74,6 +74,16 @@ def _kind(device: torch.device) -> str:
         return "1 thread" if threads == 1 else f"{threads} threads"
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name}, {properties.total_memory // MIB:,} MiB"
+
+
+def moved_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to a device. LayoutError, with its name, for a tensor that has no elements."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise LayoutError(
+                f"{name!r} is on the meta device, and has no elements: call module.to_empty(device=…), and load a state"
+            )
+    return module.to(device)
 
 
 def check_replicable(module: nn.Module, home: torch.device) -> None:

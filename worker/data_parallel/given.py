@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradserver.protocol.errors import InvalidArgumentError, SizeMismatchError
+from gradserver.worker.data_parallel.copies import has_memory
 
 
 def check_count(replicas: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
@@ -38,7 +39,7 @@ class GivenReplica:
 
     def __init__(self, source: nn.Module, replica: nn.Module, rank: int, device: torch.device, shares: bool) -> None:
         self.module = replica.to(device)
-        self._shares = shares
+        self._shares, self._device = shares, device
         _check_alike(source, replica, rank)
         parts = dict(replica.named_modules(remove_duplicate=False))
         self._pairs = [(part, parts[path]) for path, part in source.named_modules(remove_duplicate=False)]
@@ -50,11 +51,26 @@ class GivenReplica:
             own: dict[str, Tensor | None] = replica._parameters
             for name, parameter in source._parameters.items():
                 own[name] = parameter if parameter is None or self._shares else parameters[id(parameter)]
-            if copies_buffers:
-                for name, buffer in source._buffers.items():
-                    mine = replica._buffers[name]
-                    if mine is not None and buffer is not None:
-                        mine.data.copy_(buffer.detach(), non_blocking=mine.is_cuda)
+            with torch.inference_mode(False), torch.no_grad():
+                follow_buffers(source, replica._buffers, self._device, copies_buffers)
+
+
+def follow_buffers(source: nn.Module, mine: dict[str, Tensor | None], device: torch.device, copies: bool) -> None:
+    """Make ``mine`` the buffers of ``source``, as it has them now, on ``device``. With ``copies`` values are new."""
+    for name in mine.keys() - source._buffers.keys():
+        del mine[name]
+    for name, buffer in source._buffers.items():
+        own = mine.get(name)
+        if buffer is None:
+            mine[name] = None
+        elif not has_memory(buffer):
+            if own is None or copies:
+                mine[name] = buffer.detach().to(device, copy=True)
+        elif own is None or own.shape != buffer.shape or own.dtype != buffer.dtype:
+            mine[name] = torch.empty_like(buffer, device=device).copy_(buffer)
+        elif copies:
+            # Past autograd's counters, as a graph of before may still have it, and its values do not matter there.
+            own.data.copy_(buffer, non_blocking=own.is_cuda)
 
 
 def _check_alike(source: nn.Module, replica: nn.Module, rank: int) -> None:

@@ -15,6 +15,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from gradserver.protocol.errors import DeadlineError
 
@@ -95,12 +97,21 @@ def _carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 class Surroundings:
-    """Settings of the caller's thread that a forward depends on: modes of autograd, autocast, context variables."""
+    """Settings of the caller's thread that a forward depends on.
+
+    They are modes of autograd, hooks of saved tensors, the default device, autocast, and context variables.
+    """
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._autocast = [(kind, dtype) for kind in ("cuda", "cpu") if (dtype := _autocast_type(kind)) is not None]
         self._caches = torch.is_autocast_cache_enabled()
+        autograd: Any = torch._C._autograd
+        top = getattr(autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.3 does not tell them
+        self._saving = None if top is None else top(True)
+        stack: Any = _get_current_function_mode_stack  # torch has not typed it
+        modes = [mode for mode in stack() if isinstance(mode, DeviceContext)]
+        self._default: torch.device | None = modes[-1].device if modes else None
 
     def around(self, device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
         """Return a function that does ``work`` for ``device`` in any thread with these settings."""
@@ -114,6 +125,10 @@ class Surroundings:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
                 for kind, dtype in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
+                if self._saving is not None:
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
+                if self._default is not None:
+                    stack.enter_context(device if self._default.type == device.type else self._default)
                 if stream is not None:
                     stack.enter_context(torch.cuda.device(device))
                     stack.enter_context(torch.cuda.stream(stream))

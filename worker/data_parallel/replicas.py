@@ -26,7 +26,7 @@ from gradserver.protocol.errors import ClosedError, UsageError
 from gradserver.worker.data_parallel.batches import Part, moved
 from gradserver.worker.data_parallel.copies import Copies, mark
 from gradserver.worker.data_parallel.devices import check_replicable, plain
-from gradserver.worker.data_parallel.given import GivenReplica
+from gradserver.worker.data_parallel.given import GivenReplica, follow_buffers
 from gradserver.worker.data_parallel.lanes import Lane, Surroundings
 from gradserver.worker.data_parallel.shares import Shares
 
@@ -83,6 +83,10 @@ class Replicas:
         self._in_use = threading.Lock()
         self._modes: tuple[bool, bool] | None = None
         self._build()
+
+    def are_of(self, module: nn.Module) -> bool:
+        """Return whether these are replicas of ``module``."""
+        return self._module is module
 
     # ── one forward ───────────────────────────────────────────────────────────────────────────────────
 
@@ -271,7 +275,7 @@ class _Replica:
         with torch.inference_mode(False), torch.no_grad():
             for source, _, _, buffers in self._pairs:
                 if source._buffers or buffers:
-                    self._follow_buffers(source, buffers, copies_buffers)
+                    follow_buffers(source, buffers, self._device, copies_buffers)
         for source, replica, children, buffers in self._pairs:
             attributes = vars(replica)
             attributes.clear()
@@ -282,19 +286,6 @@ class _Replica:
                 of = source._parameters.items()
                 attributes["_parameters"] = {name: None if p is None else parameters[id(p)] for name, p in of}
                 self._move_attributes(attributes)
-
-    def _follow_buffers(self, source: nn.Module, buffers: dict[str, Tensor | None], copies: bool) -> None:
-        for name in buffers.keys() - source._buffers.keys():
-            del buffers[name]
-        for name, buffer in source._buffers.items():
-            mine = buffers.get(name)
-            if buffer is None:
-                buffers[name] = None
-            elif mine is None or mine.shape != buffer.shape or mine.dtype != buffer.dtype:
-                buffers[name] = torch.empty_like(buffer, device=self._device).copy_(buffer)
-            elif copies:
-                # Past autograd's counters, as a graph of before may still have it, and its values do not matter there.
-                mine.data.copy_(buffer, non_blocking=mine.is_cuda)
 
     def _move_attributes(self, attributes: dict[str, Any]) -> None:
         """Bring tensors that are neither parameters nor buffers, such as caches, to this replica's device."""

@@ -14,8 +14,9 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from gradserver.protocol.balance import ThroughputTracker
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import ROUND_TIMEOUT
+from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data_parallel.batches import Joiner, Scalars, split
-from gradserver.worker.data_parallel.devices import Device, checked_devices, described, plain
+from gradserver.worker.data_parallel.devices import Device, checked_devices, described, moved_to, plain
 from gradserver.worker.data_parallel.given import check_count
 from gradserver.worker.data_parallel.replicas import Replicas
 from gradserver.worker.data_parallel.shares import Shares, tracker_of
@@ -86,6 +87,7 @@ class DataParallel(nn.Module):
         SizeMismatchError: one of ``replicas`` is not like the module. The error names the first difference.
     """
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,
@@ -118,7 +120,7 @@ class DataParallel(nn.Module):
             check_count(self._given, self.devices)
         self._tracker = tracker_of(self.devices, balance)
         self._shares: Shares | None = None
-        self.module = module.to(plain(self.devices[0]))
+        self.module = moved_to(module, plain(self.devices[0]))
         self._dim, self._whole, self._scalars = dim, frozenset(whole), scalars
         self._cap_mb, self._timeout = bucket_cap_mb, timeout
         self._depth = 0
@@ -147,7 +149,10 @@ class DataParallel(nn.Module):
         return Joiner(self._dim, plain(self.output_device), self._scalars, samples).join(outputs)
 
     def _made(self) -> Replicas:
-        """Return the replicas, which a copy of this object makes when it needs them."""
+        """Return the replicas, which a copy of this object makes when it needs them, as it does for another module."""
+        if self._replicas is not None and not self._replicas.are_of(self.module):  # another one is in its place
+            self._replicas.close()
+            self._replicas = None
         if self._replicas is None:
             self._shares = None if self._tracker is None else Shares(self.devices, self._tracker)
             self._replicas = Replicas(self.module, self.devices, self._cap_mb, self._timeout, self._given, self._shares)

@@ -174,7 +174,7 @@ class _Reader:
         return memory
 
     def _damaged(self, what: str) -> StateError:
-        return StateError(f"{self._path} is no whole checkpoint: {what}. Load another one")
+        return StateError(f"{self._path} is not a whole checkpoint: {what}. Load another one")
 
 
 # ── a directory of them ───────────────────────────────────────────────────────────────────────────────

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from gradserver.protocol.errors import StateError, UsageError
+from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
@@ -91,6 +92,7 @@ class Job:
         UsageError: the options exclude each other, such as ``clip_grad_norm`` and a `LocalSGD`.
     """
 
+    @names_keywords
     def __init__(
         self,
         model: Wrapped | Sequence[DistributedDataParallel] | Mapping[str, DistributedDataParallel],

@@ -66,12 +66,14 @@ class Steps(ABC):
 
     def join(self, step: Callable[..., object]) -> AbstractContextManager[None]:
         """Join as `DistributedDataParallel.join`, for all models at once."""
-        return self._parts[0].model.join(step)
+        return self._parts[0].join(step)
 
     def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield ``batches``, until the others have come to the end of the epoch."""
-        for batch in batches:
-            if self._ended:
+        while not self._ended:  # first: a batch that is taken counts as used
+            try:
+                batch = next(batches)
+            except StopIteration:
                 return
             yield batch
 

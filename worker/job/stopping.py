@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -16,6 +17,8 @@ class Stoppable(Protocol):
         """Stop as soon as possible."""
 
 
+log = logging.getLogger("gradserver")
+
 _jobs: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _process = os.getpid()
 
@@ -23,15 +26,24 @@ _process = os.getpid()
 def stop_on_sigterm(job: Stoppable) -> None:
     """Call ``job.stop()`` on SIGTERM, for as long as the job is referenced.
 
-    An existing handler stays. In a thread other than the main one, which cannot change handlers, nothing changes. A
-    second SIGTERM ends the process at once.
+    An existing handler stays, without a word: it can call ``stop``. A thread other than the main one cannot change
+    handlers: a warning says what to do. A second SIGTERM ends the process at once.
     """
     global _process
     _jobs.add(job)
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _process = os.getpid()
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    present = signal.getsignal(signal.SIGTERM)
+    is_of_parent = present is _on_sigterm and _process != os.getpid()  # this process was forked behind its first job
+    if present is not signal.SIG_DFL and not is_of_parent:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        log.warning(
+            "this job does not save on SIGTERM: it was made in the thread %r, and only the main thread can handle "
+            "signals. Make the job in the main thread, or call job.stop() from a SIGTERM handler that is set there",
+            threading.current_thread().name,
+        )
+        return
+    _process = os.getpid()
+    signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigterm(number: int, _: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
@@ -13,6 +14,7 @@ from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageEr
 from gradserver.protocol.messages import Opened
 from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.module_buffers import restore_buffers
 from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
@@ -79,6 +81,7 @@ class Trained:
 
     def load(self, module: Tree, outer: Tree) -> None:
         """Load the module's state, and that of the outer optimizer, if there is one."""
+        restore_buffers(self.model.module, module)
         if not isinstance(self.model, LocalSGD):
             self.model.module.load_state_dict(module)
             return
@@ -95,6 +98,12 @@ class Trained:
     def fresh(self) -> bool:
         """True if it has the mean gradients of an exchange, and was not updated by them."""
         return self.synchronous._backward.fresh
+
+    def join(self, step: Callable[..., object]) -> AbstractContextManager[None]:
+        """Join as `DistributedDataParallel.join`. A job compares weights when it saves."""
+        if isinstance(self.model, LocalSGD):
+            return self.model.join()
+        return self.model._following([step], [])
 
     def begin_block(self) -> None:
         """Begin a block of `DistributedDataParallel.join`."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -31,6 +31,7 @@ from gradserver.worker.local_sgd.fragments import Fragment
 from gradserver.worker.local_sgd.outer import description
 from gradserver.worker.local_sgd.pace import LocalPace
 from gradserver.worker.local_sgd.schedule import Schedule
+from gradserver.worker.planes.plane import Outcome
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.tree import Tree
 
@@ -215,10 +216,11 @@ class Averaging:
             fragment.pack(due, self._rest())
             word, *flats = fragment.memories
             told = [word, self._pace.fill()] if self._pace is not None and self._is_last(fragment) else [word]
+            gives = [True] * len(told) + [present and one for one in fragment.gives]
             for index, memory in enumerate((*told, *flats)):
                 way.note_writer(index, memory.device)
                 counts = weight if leaves else max(weight, _NO_STEPS)
-                way.push(index, memory, counts, present or index < len(told))
+                way.push(index, memory, counts, gives[index])
         self._schedule.sent()
         self._sent_at = time.monotonic()
 
@@ -230,10 +232,11 @@ class Averaging:
             self._pace.computed()
         with self._exchanging():
             began = time.monotonic()
-            anybody = self._ways[number].finish()[0].weight > 0
+            outcomes = self._ways[number].finish()
+            anybody = outcomes[0].weight > 0
             waited = (time.monotonic() - began) / max(began - self._sent_at, _LEAST_SECONDS)
             if anybody and not self._worker.skipped:
-                self._update(fragment)
+                self._update(fragment, outcomes)
             spoilt = self._worker.skipped or self._worker.left_out
             fragment.merge(0.0 if spoilt else mixing)
             if spoilt:
@@ -250,13 +253,14 @@ class Averaging:
             listener()
         return anybody
 
-    def _update(self, fragment: Fragment) -> None:
+    def _update(self, fragment: Fragment, outcomes: Mapping[int, Outcome]) -> None:
         """Move the group's weights by the mean."""
         if self._longest is not None:
             change, weights = fragment.squares()
             self._change[0] += change
             self._change[1] += weights
-        fragment.take_buffers()
+        buckets = enumerate(fragment.plan.buckets)
+        fragment.buffers.take({bucket.key: outcomes[index] for index, bucket in buckets if bucket.has_buffers})
         if fragment.due:
             fragment.take_gradients()
             self._outer.step()
@@ -297,9 +301,13 @@ class Averaging:
         for fragment in self._fragments:
             fragment.begin(self._spent)
 
-    def state(self) -> Tree:
-        """Return the group's weights that are wider than their parameters, the outer optimizer, and the schedule."""
+    def state(self, saved: Collection[str]) -> Tree:
+        """Return the group's weights that are wider than their parameters, the outer optimizer, and the schedule.
+
+        With them come the group's buffers that are not the module's, or none of those that are ``saved``.
+        """
         return {
+            "buffers": self._fragments[-1].buffers.state(saved),
             "round": self._schedule.round,
             "every": self._every,
             "changes": list(self.guard.changes),
@@ -314,6 +322,7 @@ class Averaging:
         for fragment in self._fragments:
             for name, weight in fragment.wide().items():
                 weight.copy_(state["wide"][name])
+        self._fragments[-1].buffers.load(state.get("buffers", {}))
         self._outer.load_state_dict(state["optimizer"])
         if self._longest is not None:
             self.set_every(state["every"])

@@ -7,7 +7,7 @@ momentum, beside the parameter, its gradient and the inner optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -17,14 +17,12 @@ from gradserver.protocol.dtypes import BY_NAME
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Bucket, Component, Plan
-from gradserver.worker.tensors import wire_dtype
+from gradserver.worker.local_sgd.group_buffers import Flat, GroupBuffers, NewMemory
 from gradserver.worker.torch_ddp.grouping import group_parameters
+from gradserver.worker.torch_ddp.module_buffers import Owned
 
 _NARROW: Final = (torch.float16, torch.bfloat16)
 _WORD: Final = "interval"
-
-NewMemory = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Makes zeros that the exchange reads and writes without a copy."""
 
 
 class Part(NamedTuple):
@@ -33,26 +31,6 @@ class Part(NamedTuple):
     name: str
     local: nn.Parameter
     weight: nn.Parameter
-
-
-class Flat:
-    """One bucket of a fragment: tensors of one element type and device, one behind the other."""
-
-    def __init__(self, key: str, named: Sequence[tuple[str, Tensor]], op: Op) -> None:
-        components = tuple(Component(name, tuple(tensor.shape)) for name, tensor in named)
-        self.like = named[0][1]
-        self.spec = Bucket(key, wire_dtype(self.like), components, op)
-        self.memory = torch.empty(0)
-        self._shapes = [tensor.shape for _, tensor in named]
-
-    def place(self, new_memory: NewMemory) -> None:
-        """Take memory."""
-        self.memory = new_memory(self.spec.numel, self.like.dtype, self.like.device)
-
-    def views(self) -> list[Tensor]:
-        """Return the tensors' places."""
-        places = torch.split(self.memory, list(self.spec.sizes))
-        return [place.view(shape) for place, shape in zip(places, self._shapes, strict=True)]
 
 
 class Fragment:
@@ -65,14 +43,14 @@ class Fragment:
             before them.
     """
 
-    def __init__(self, number: int, parts: Sequence[Part], owners: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, number: int, parts: Sequence[Part], buffers: Sequence[tuple[Owned, Tensor]]) -> None:
         self.number = number
         self.parts = list(parts)
-        self._owners = list(owners)
         self._changes = _flats(f"fragment.{number}", [(one.name, one.weight) for one in parts], lambda _: Op.MEAN)
-        buffers = [(name, getattr(owner, name.rpartition(".")[2])) for name, owner in owners]
-        self._buffers = _flats("buffers", buffers, lambda tensor: Op.MEAN if tensor.is_floating_point() else Op.FIRST)
-        self.plan = Plan(tuple(flat.spec for flat in (*self._changes, *self._buffers)))
+        self.buffers = GroupBuffers(buffers)
+        self.gives: list[bool] = []
+        """For each bucket of what was packed last, whether there is anything in it."""
+        self.plan = Plan(tuple(flat.spec for flat in (*self._changes, *self.buffers.flats)))
         self.word = torch.zeros(2, dtype=torch.float64)
         self._spent = 0.0
         """The sum of this worker's weights when it last sent the fragment."""
@@ -90,19 +68,20 @@ class Fragment:
         """Go by the plan that all have agreed on, and take memory for the exchange."""
         self.plan = plan
         self.word = new_memory(2, torch.float64, torch.device("cpu"))
-        for flat in (*self._changes, *self._buffers):
+        for flat in (*self._changes, *self.buffers.flats):
             flat.place(new_memory)
 
     @property
     def memories(self) -> list[Tensor]:
         """The memory of each bucket, in the order of the plan."""
-        return [self.word, *(flat.memory for flat in (*self._changes, *self._buffers))]
+        return [self.word, *(flat.memory for flat in (*self._changes, *self.buffers.flats))]
 
     def begin(self, spent: float) -> None:
         """Take the worker's parameters for the group's weights. Its steps so far are in them."""
         self._spent = spent
         for part in self.parts:
             part.weight.copy_(part.local)
+        self.buffers.begin()
 
     def spend(self, spent: float) -> float:
         """Return the weight of the steps since the last sending, when the sum of all is ``spent``."""
@@ -128,8 +107,7 @@ class Fragment:
         self.word[0], self.word[1] = float(due), rest
         for part, place in zip(self.parts, self._places(), strict=True):
             torch.sub(part.weight, part.local.detach(), out=place)
-        for buffer, place in self._buffer_places():
-            place.copy_(buffer)
+        self.gives = [True] * len(self._changes) + self.buffers.pack()
 
     def take_gradients(self) -> None:
         """Make the mean changes the gradients of the group's weights."""
@@ -146,11 +124,6 @@ class Fragment:
         for part, place in zip(self.parts, self._places(), strict=True):
             part.weight.sub_(place)
 
-    def take_buffers(self) -> None:
-        """Take the mean of the buffers; of those that are not floating, the first worker's."""
-        for buffer, place in self._buffer_places():
-            buffer.data.copy_(place)
-
     def merge(self, mixing: float) -> None:
         """Go on from the group's weights, with the part ``mixing`` of what this worker has."""
         for part in self.parts:
@@ -164,16 +137,8 @@ class Fragment:
         return _squares(self._places()), _squares([part.weight for part in self.parts])
 
     def _places(self) -> list[Tensor]:
-        order = {name: place for flat in self._changes for name, place in _named(flat)}
+        order = {name: place for flat in self._changes for name, place in flat.named()}
         return [order[part.name] for part in self.parts]
-
-    def _buffer_places(self) -> list[tuple[Tensor, Tensor]]:
-        places = {name: place for flat in self._buffers for name, place in _named(flat)}
-        return [(getattr(owner, name.rpartition(".")[2]), places[name]) for name, owner in self._owners]
-
-
-def _named(flat: Flat) -> list[tuple[str, Tensor]]:
-    return [(component.name, view) for component, view in zip(flat.spec.components, flat.views(), strict=True)]
 
 
 def _squares(tensors: Sequence[Tensor]) -> float:
@@ -190,15 +155,17 @@ def _flats(key: str, named: Sequence[tuple[str, Tensor]], op_of: Callable[[Tenso
     return [Flat(one, kind, op_of(kind[0][1])) for one, kind in zip(keys, kinds.values(), strict=True)]
 
 
-def make_fragments(module: nn.Module, count: int, averages_buffers: bool) -> list[Fragment]:
-    """Divide the trained parameters of ``module`` into fragments of about equal size.
+def make_fragments(
+    module: nn.Module, count: int, buffers: Sequence[tuple[Owned, Tensor]], ignored: Collection[str] = ()
+) -> list[Fragment]:
+    """Divide the trained parameters of ``module`` into fragments of about equal size. The last has the ``buffers``.
 
     The largest parameter goes first, each to the smallest fragment so far. So the fragments of all members are alike.
 
     Raises:
         InvalidArgumentError: there are fewer parameters than fragments, or a parameter cannot be averaged.
     """
-    named = [one for group in group_parameters(module, (), 25.0) for one in group.parameters]
+    named = [one for group in group_parameters(module, (), 25.0, ignored) for one in group.parameters]
     places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     sizes, chosen = [0] * count, [list[Part]() for _ in range(count)]
     for name, local in sorted(named, key=lambda one: (-one[1].numel(), places[one[0]])):
@@ -211,13 +178,7 @@ def make_fragments(module: nn.Module, count: int, averages_buffers: bool) -> lis
         raise InvalidArgumentError(
             f"fragments={count}, and the module has {len(named)} parameters that are trained: give at most {len(named)}"
         )
-    owners = _buffer_owners(module) if averages_buffers else []
     return [
-        Fragment(number, sorted(parts, key=lambda one: places[one.name]), owners if number == count - 1 else ())
+        Fragment(number, sorted(parts, key=lambda one: places[one.name]), buffers if number == count - 1 else ())
         for number, parts in enumerate(chosen)
     ]
-
-
-def _buffer_owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    names = [name for name, buffer in module.named_buffers() if buffer.numel()]
-    return [(name, module.get_submodule(name.rpartition(".")[0])) for name in names]

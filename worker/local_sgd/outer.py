@@ -90,7 +90,7 @@ def make_outer(outer: Outer, weights: list[nn.Parameter]) -> Optimizer:
         )
     optimizer = made(weights)
     if not isinstance(optimizer, Optimizer):
-        raise InvalidArgumentError(f"outer has made a {type(optimizer).__name__}, which is no torch.optim.Optimizer")
+        raise InvalidArgumentError(f"outer has made a {type(optimizer).__name__}, which is not a torch.optim.Optimizer")
     return optimizer
 
 

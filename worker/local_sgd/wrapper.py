@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,18 +13,27 @@ from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.plan_codecs import check_names
 from gradserver.protocol.whole import whole_number
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.local_sgd.averaging import Averaging
 from gradserver.worker.local_sgd.fragments import Fragment, make_fragments
+from gradserver.worker.local_sgd.group_buffers import OPTION
 from gradserver.worker.local_sgd.outer import Outer, make_outer
 from gradserver.worker.local_sgd.pace import LocalPace, most_times
 from gradserver.worker.local_sgd.schedule import Schedule
 from gradserver.worker.torch_ddp.alike import broadcast_tensors
+from gradserver.worker.torch_ddp.composition import Composition
+from gradserver.worker.torch_ddp.module_buffers import (
+    BufferWatch,
+    check_parameters,
+    exchanged_buffers,
+    startable_buffers,
+)
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
-from gradserver.worker.torch_ddp.wrapping import check_is_optimizer, check_mode, checked_worker
+from gradserver.worker.torch_ddp.wrapping import check_is_optimizer, check_mode, checked_worker, ignored_names
 from gradserver.worker.tree import Tree
 
 _CHUNK_BYTES: Final = 25 * MIB
@@ -77,8 +86,10 @@ class LocalSGD(WrappedModule):
             With short intervals 0.5 is better without a delay, too.
         max_every: the longest interval. With it the interval grows while exchanges take more than a tenth of the time,
             unless parameters change more and more (`ConvergenceGuard`). None to keep ``every``.
-        average_buffers: true to average floating buffers, such as running statistics, with the last fragment. Others
-            become those of the lowest rank. If false, buffers stay local.
+        average_buffers: true to average what workers change in floating buffers, such as running statistics, with the
+            last fragment. Others become those of the lowest rank that has changed them. A buffer that no worker
+            changes does not travel. If false, buffers stay local.
+        buffers_to_ignore: names of buffers that stay local to each worker. They may be None yet.
         timeout: seconds that one exchange may wait for others. None takes the worker's.
         wire: formats of single buckets, by key: ``{"fragment.0": "int8"}``. The others travel in the format given to
             `gradserver.connect`.
@@ -96,8 +107,18 @@ class LocalSGD(WrappedModule):
         UsageError: rounds of the group do not wait for all workers (``serve --mode``).
     """
 
-    of_the_connection = ("worker", "_schedule", "_fragments", "_outer", "_averaging", "_unhook")
+    of_the_connection = (
+        "worker",
+        "_watch",
+        "_composition",
+        "_schedule",
+        "_fragments",
+        "_outer",
+        "_averaging",
+        "_unhook",
+    )
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,
@@ -111,6 +132,7 @@ class LocalSGD(WrappedModule):
         mixing: float | None = None,
         max_every: int | None = None,
         average_buffers: bool = True,
+        buffers_to_ignore: Iterable[str] = (),
         timeout: float | None = None,
         wire: Mapping[str, str] | None = None,
         balance: float | bool = False,
@@ -120,7 +142,11 @@ class LocalSGD(WrappedModule):
         self.worker: Worker = checked_worker(module, worker, None, None, None, "LocalSGD(module, worker, optimizer)")
         check_mode(self.worker, "LocalSGD")
         self._schedule = Schedule(every, fragments, delay)
-        self._fragments = make_fragments(module, fragments, average_buffers)
+        ignored = ignored_names(module, buffers_to_ignore)
+        check_parameters(module, ignored)
+        exchanged = exchanged_buffers(module, ignored) if average_buffers else []
+        self._watch = BufferWatch(module, exchanged, ignored, OPTION) if average_buffers else None
+        self._fragments = make_fragments(module, fragments, exchanged, ignored)
         named = _known(wire or {}, self._fragments)
         self._outer = make_outer(outer, [part.weight for one in self._fragments for part in one.parts])
         share, longest = _share(mixing, delay), _longest(max_every, every)
@@ -130,17 +156,36 @@ class LocalSGD(WrappedModule):
             self.worker, self._fragments, self._schedule, self._outer, share, longest, timeout, named, pace
         )
         self._averaging.steps_with(optimizer)
+        parts = [(part.name, part.local) for one in self._fragments for part in one.parts]
+        self._composition = Composition(module, parts, kinds=False)
         self._weight = 1.0
         self._unhook = _hooked(self, optimizer)
         if not self.worker.joins:  # a learner gets them with all the other state
-            broadcast_tensors(self.worker, [*module.parameters(), *module.buffers()], _CHUNK_BYTES)
+            parameters = [one for name, one in module.named_parameters() if name not in ignored]
+            broadcast_tensors(self.worker, [*parameters, *startable_buffers(module, ignored)], _CHUNK_BYTES)
             self._averaging.begin_from_module()
 
     # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and return its result."""
-        return self.module(*args, **kwargs)
+        """Call the module, and return its result.
+
+        Raises:
+            UsageError: the module has not the parameters that it was wrapped with, or a buffer has come since. Another
+                shape or type of a buffer is a SizeMismatchError or a DTypeError.
+        """
+        if "_watch" not in self.__dict__ or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._check()
+        output = self.module(*args, **kwargs)
+        self._check()  # a forward may make parameters and buffers
+        return output
+
+    def _check(self) -> None:
+        if (watch := self.__dict__.get("_watch")) is not None:
+            watch.check()
+        if self.training and (composition := self.__dict__.get("_composition")) is not None:
+            composition.check(self.module)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of each step from now on, for example the number of samples of a batch.
@@ -185,7 +230,9 @@ class LocalSGD(WrappedModule):
         Raises:
             OutOfStepError: an exchange failed before.
             GradServerError: an exchange failed, for example with NonFiniteError.
+            UsageError: the module has not the parameters that it was wrapped with.
         """
+        self._check()
         self._averaging.step(self._weight)
 
     def sync(self) -> None:
@@ -304,7 +351,7 @@ class LocalSGD(WrappedModule):
 
         The inner optimizer's state is no part of it, and neither is that of the module.
         """
-        return self._averaging.state()
+        return self._averaging.state(self.module.state_dict().keys())
 
     def load_outer_state(self, state: Tree) -> None:
         """Go on from an `outer_state`. The module has its parameters already."""

@@ -16,14 +16,14 @@ class Entering:
         self._identity, self._rounds = identity, rounds
         self._learner, self._stragglers = learner, stragglers
 
-    def next_instruction(self, seen: int) -> tuple[Transfer, int | None] | None:
-        """Give the next transfer after number ``seen``, or the first round to contribute to; None if there is none."""
+    def next_instruction(self, seen: Transfer | None) -> tuple[Transfer, int | None] | None:
+        """Give the next transfer after the one ``seen``, or the first round to contribute to; None if there is none."""
         transfer, number = self._learner.transfer, self._learner.round
         if number is not None and transfer is not None:
             self._identity.go_on_as(Stage.ENTERED)
             self._rounds.go_on_from(number)
             return transfer, number
-        if transfer is not None and transfer.number > seen:
+        if transfer is not None and transfer is not seen:
             return transfer, None
         return None
 

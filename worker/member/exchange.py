@@ -11,6 +11,7 @@ import numpy as np
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, IN_PLACE, ExchangeKey, Kind, Layout, Op, Operation, Pool
+from gradserver.protocol.frames import frames
 from gradserver.protocol.limits import MAX_SLICES
 from gradserver.protocol.messages import HERE, Place, Push, Result
 from gradserver.worker.member.carryover import Contribution
@@ -329,7 +330,10 @@ class Exchange:
             return self._part(self._region.memory, index, index + 1).data
         staged = self._staged[index]
         skipped = self.layout.run_bytes(staged.start, index)
-        return bytes(staged.slot.memory[skipped : skipped + self.layout.reply_bytes(index, index + 1)])
+        whole = staged.slot.memory[skipped : skipped + self.layout.reply_bytes(index, index + 1)]
+        if self.operation.op is Op.FRAMED:  # it may end before the slice does
+            return b"".join(frames(whole.data, self.layout.replies))
+        return bytes(whole)
 
     def copy_of(self, index: int) -> bytes | None:
         """Give what this worker contributed to slice ``index``, if that is the result of the others."""

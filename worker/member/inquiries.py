@@ -23,7 +23,7 @@ class Inquiries:
         self._identity = identity
         self._rounds = rounds
         self._exchanges = exchanges
-        self._asked: dict[ExchangeKey, Waiter] = {}
+        self._asked: dict[tuple[int, ExchangeKey], list[Waiter]] = {}
 
     def ask(self, key: ExchangeKey, waiter: Waiter) -> tuple[Inquire, int] | None:
         """Give a question, and the shard that it is for; None if that exchange is not under way.
@@ -31,27 +31,35 @@ class Inquiries:
         The waiter's value becomes the names of the workers.
         """
         shard = self._exchanges.shard_with(key)
-        if shard is None:
-            return None
-        self._asked[key] = waiter
-        return Inquire(key), shard
+        return None if shard is None else (self.ask_at(shard, key, waiter), shard)
 
-    def answered(self, message: Missing) -> None:
+    def ask_at(self, shard: int, key: ExchangeKey, waiter: Waiter) -> Inquire:
+        """Give a question for ``shard``. The waiter's value becomes the names of the workers that it misses."""
+        self._asked.setdefault((shard, key), []).append(waiter)
+        return Inquire(key)
+
+    def answered(self, message: Missing, shard: int) -> None:
         """Take the names of workers that are missing from an exchange."""
-        if (waiter := self._asked.pop(message.key, None)) is not None:
+        for waiter in self._asked.pop((shard, message.key), ()):
             self._effects.complete(waiter, value=message.workers)
+
+    def describe(self, key: ExchangeKey, operation: Operation) -> str:
+        """Name an exchange in a text."""
+        rank_of, plan = self._identity.rank_of, self._rounds.plan
+        if key.stream == BUCKET and plan is not None:
+            return f"bucket {plan.buckets[key.part].key!r} of round {key.number}"
+        what = str(replace(operation, root=rank_of(operation.root)))
+        if key.stream == TRANSFER:
+            what += f" from rank {rank_of(key.source)} to rank {rank_of(key.target)} (tag {key.part})"
+        return what
 
     def overdue(self, key: ExchangeKey, operation: Operation, seconds: float, missing: Sequence[str]) -> DeadlineError:
         """Make the error for a wait of ``seconds`` for an exchange that has run out."""
-        rank_of, plan = self._identity.rank_of, self._rounds.plan
-        bucket, what = "", str(replace(operation, root=rank_of(operation.root)))
-        if key.stream == BUCKET and plan is not None:
-            bucket = plan.buckets[key.part].key
-            what = f"bucket {bucket!r} of round {key.number}"
-        elif key.stream == TRANSFER:
-            what += f" from rank {rank_of(key.source)} to rank {rank_of(key.target)} (tag {key.part})"
+        plan = self._rounds.plan
+        bucket = plan.buckets[key.part].key if key.stream == BUCKET and plan is not None else ""
         return DeadlineError(
-            f"{what} is not done after {seconds:g} s" + (f"; still missing: {', '.join(missing)}" if missing else ""),
+            f"{self.describe(key, operation)} is not done after {seconds:g} s"
+            + (f"; still missing: {', '.join(missing)}" if missing else ""),
             missing=tuple(missing),
             bucket=bucket,
             round=key.number if bucket else -1,
@@ -60,4 +68,4 @@ class Inquiries:
     def give_up(self) -> list[Waiter]:
         """Give the handles that wait for something that will not come."""
         waiting, self._asked = self._asked, {}
-        return list(waiting.values())
+        return [waiter for waiters in waiting.values() for waiter in waiters]

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, PERSONAL, PORTIONED, ROOTED, Kind, Op, gets, is_state
 from gradserver.protocol.messages import Result
-from gradserver.protocol.messages.data import squares_of
+from gradserver.protocol.messages.data import proof_of, squares_of
 from gradserver.protocol.messages.recovery import Span, State
 from gradserver.worker.member.exchange import Exchange
 from gradserver.worker.member.identity import Identity
@@ -69,7 +69,9 @@ class Inventory:
         if is_state(result.key):
             return  # which is void when a recovery begins
         for index in slices:
-            own = result._replace(slice=index, slices=1, placed=False)
+            place = index - result.slice
+            proof = proof_of(result.proof, place, place + 1)
+            own = result._replace(slice=index, slices=1, placed=False, proof=proof)
             cost = exchange.layout.cost(index)
             if self._gets(exchange, index):
                 self.retained.keep_past(Kept(own, exchange.kept_payload(index, result, payload), shard), cost)
@@ -122,8 +124,9 @@ class Inventory:
         for index, (result, payload, _) in self.retained.of_bucket(exchange.key).items():
             if not exchange.start <= index < exchange.stop:
                 continue
-            own = squares_of(result.squares, index - result.slice, index + 1 - result.slice)
-            result = result._replace(slice=index, slices=1, squares=own)
+            place = index - result.slice
+            told = squares_of(result.squares, place, place + 1), proof_of(result.proof, place, place + 1)
+            result = result._replace(slice=index, slices=1, squares=told[0], proof=told[1])
             heed(exchange, index, result)
             exchange.write(result, payload)
             exchange.settle(index, index + 1)

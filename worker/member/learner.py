@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-from gradserver.protocol.messages import Ready, RoundDone, Transfer
+from gradserver.protocol.messages import Enter, Ready, RoundDone, Transfer
 from gradserver.worker.member.waiter import Waiter
 
 
@@ -64,6 +64,8 @@ class Learner:
         """True if more results have come than there is room for."""
         self.ready = False
         """True if it has said that it has caught up."""
+        self.asked: Enter | None = None
+        """The first request for the state."""
         self.arrival: Arrival | None = None
         """The arrival of its state."""
         self._waiting: Waiter | None = None
@@ -83,6 +85,15 @@ class Learner:
     def wait(self, handle: Waiter) -> None:
         """Have ``handle`` done when there is any news."""
         self._waiting = handle
+
+    def ask(self, waits: bool) -> Enter:
+        """Give the first request for the state. With ``waits`` the others are to wait for this worker."""
+        self.asked = Enter(0, waits)
+        return self.asked
+
+    def begin_anew(self) -> None:
+        """Forget what it was told of: it joins anew."""
+        self.transfer, self.round, self.begins, self.behind, self.ready = None, None, 0, False, False
 
     def fall_behind(self) -> None:
         """Note that more results have come than there is room for."""

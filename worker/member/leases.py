@@ -37,6 +37,9 @@ class Source(Protocol):
     def carry(self) -> None:
         """The last round closed without this worker, and what it gave is kept: it is used in the next one instead."""
 
+    def give_back(self) -> None:
+        """The last round closed without this worker, and what it gave is dropped: others may use it."""
+
 
 class Asked(NamedTuple):
     """A question that has no answer yet."""
@@ -99,7 +102,7 @@ class Leases:
                 said.append((Used(source.name, source.epoch, number), (pack(ranges),)))
         self._last = number, said
         for message, payloads in said:
-            self._effects.add(Tell(message, payloads=payloads))  # without a connection the push will say it
+            self._effects.add(Tell(message, payloads=payloads))  # without a connection it is said before the push
 
     def weight(self, given: float) -> float:
         """Return the weight of what is contributed to the present round: a witness's, if it repeats another's."""
@@ -114,6 +117,11 @@ class Leases:
         for source in self._sources.values():
             source.carry()
 
+    def give_back(self) -> None:
+        """Let others use what was used in the last round: it closed without this worker, which drops what it gave."""
+        for source in self._sources.values():
+            source.give_back()
+
     def drop(self) -> None:
         """Use what was used since the last round another time: the contribution with it is dropped."""
         for source in self._sources.values():
@@ -121,9 +129,12 @@ class Leases:
 
     def again(self) -> list[Said]:
         """Give what is repeated on a new connection: what is used in the open round, and what has no answer."""
+        return [*self.used_again(), *((one.message, one.payloads) for one in self._asked.values())]
+
+    def used_again(self) -> list[Said]:
+        """Give what is used in the open round, if it has begun."""
         number, said = self._last
-        asked = [(one.message, one.payloads) for one in self._asked.values()]
-        return [*(said if number >= self._rounds.number else ()), *asked]
+        return said if number >= self._rounds.number else []
 
     def give_up(self) -> list[Waiter]:
         """Give the handles that wait for something that will not come."""

@@ -17,6 +17,7 @@ from gradserver.protocol.messages.data import Missing, Push, Result
 from gradserver.protocol.messages.leases import Claimed, Located
 from gradserver.protocol.messages.membership import Entered, Membership, RoundDone, Transfer
 from gradserver.worker.member.attachment import Attachment
+from gradserver.worker.member.carryover import OWED_WEIGHT
 from gradserver.worker.member.coder import Workspace
 from gradserver.worker.member.donor import Donor
 from gradserver.worker.member.effects import Effects, Log, Lose, Said, Tell
@@ -33,7 +34,7 @@ from gradserver.worker.member.requests import Requests
 from gradserver.worker.member.rounds import Rounds
 from gradserver.worker.member.sendqueue import ShardTraffic
 from gradserver.worker.member.slots import Memory
-from gradserver.worker.member.stragglers import Stragglers, overrun
+from gradserver.worker.member.stragglers import Ended, Stragglers, overrun
 from gradserver.worker.member.turns import Turns
 from gradserver.worker.member.waiter import Waiter
 
@@ -113,7 +114,7 @@ class Member:
             case Leave():
                 self.attachment.heard_goodbye(shard)
             case Missing():
-                self.inquiries.answered(message)
+                self.inquiries.answered(message, shard)
 
     def _failed(self, failure: Failure, shard: int) -> None:
         """Take the word that something that this member has begun or asked fails."""
@@ -144,6 +145,20 @@ class Member:
         self.rounds.announced.welcomed(welcome.epoch)
         self.exchanges.welcomed(welcome)
         self.attachment.attended(0)
+
+    @property
+    def may_join_anew(self) -> bool:
+        """True if this worker joins a running group, and neither has its state nor was told that it contributes."""
+        return self.identity.stage is Stage.JOINING and not self.is_inside
+
+    def join_anew(self) -> None:
+        """Forget what this worker was told of the group that it was about to join. What it asked for it asks for again.
+
+        What comes of a state meanwhile has ended with the connection.
+        """
+        self.exchanges.fail_states(WorkerLostError(NOT_SENT), MAX_COUNTER)
+        self.learner.begin_anew()
+        self.rounds.join_anew()
 
     def membership_told(self, news: Membership) -> None:
         """Take note of a membership that is in force later."""
@@ -200,7 +215,7 @@ class Member:
 
     def begin_round(self, index: int, weight: float = 1.0) -> None:
         """Begin a round with bucket ``index``, and say what is to be said before the first push."""
-        self.rounds.begin(index)
+        self.rounds.begin(index, self.stragglers.carry.has)
         plan = self.rounds.plan
         assert plan is not None
         if plan.is_shared and self.identity.stage is not Stage.OBSERVING and not self.requests.applies:
@@ -245,11 +260,15 @@ class Member:
             self.effects.complete(waiter, failure)
             return []
         heavier = NO_SLICES
+        if weight <= 0 and rounds.owes:  # it has no batch, and what it gave too late is to count
+            weight, present = OWED_WEIGHT, False
         if weight > 0 and stragglers.carry.has(index):
             if not present:
                 data[:], present = 0, True
             layout, _ = self.exchanges.table.share(key, operation)
-            heavier = stragglers.carry.add_to(index, data, weight, layout, operation.dtype, self.identity.sifts)
+            sifts, damps = self.identity.sifts, self.identity.membership.damping == "inverse"
+            what = index, data, weight, layout, operation.dtype
+            heavier = stragglers.carry.add_to(*what, sifts, key.number, damps)
         source = data if present and weight > 0 else None
         encodes = source is not None and operation.is_lossy and not (progress is not None and progress.encoded)
         feedback = self.exchanges.feedback_of(index, operation) if encodes else None
@@ -306,14 +325,16 @@ class Member:
             self.effects.add(warning)
         if self.requests.applies:
             self.requests.over()
-        is_kept, warning = self.stragglers.finish()
+        became, warning = self.stragglers.finish()
         if warning is not None:
             self.effects.add(warning)
         self.rounds.finish()
         self.stragglers.backlog.forget(self.rounds.number)
         self.exchanges.forget_collectives()
-        if is_kept:
+        if became is Ended.KEPT:
             self.leases.carry()
+        elif became is Ended.DROPPED:
+            self.leases.give_back()
 
     # ── results ───────────────────────────────────────────────────────────────────────────────────────
 

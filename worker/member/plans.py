@@ -43,6 +43,10 @@ class Plans:
         self.generation = 0
         self._rounds = rounds
         self._proposal: Proposal | None = None
+        self._repeated: Proposal | None = None
+        """A plan that was agreed on before this worker had to join anew, and is proposed once more."""
+        self._settled: list[tuple[Plan, Section]] = []
+        """Plans that were agreed on, in their order, and their sections."""
         self._proposed = 0
         """Number of the last proposal."""
         self._agreements: dict[int, Callable[[], object | None]] = {}
@@ -51,7 +55,15 @@ class Plans:
     @property
     def open(self) -> Proposal | None:
         """The proposal that has no answer yet."""
-        return self._proposal if self._proposal is not None and self._proposal.waiter._open else None
+        for proposal in (self._repeated, self._proposal):
+            if proposal is not None and proposal.waiter._open:
+                return proposal
+        return None
+
+    @property
+    def settled(self) -> list[tuple[Plan, Section]]:
+        """Plans that were agreed on, in their order, and their sections."""
+        return list(self._settled)
 
     def check(self, plan: Plan) -> Waiter | None:
         """Give what waits for ``plan``, if it is proposed already. Raise why it cannot be proposed."""
@@ -73,6 +85,14 @@ class Plans:
             message = replace(message, beside=here.hash, dropped=self._dropped(here))
         self._proposal = Proposal(plan, waiter, message)
         return self._proposal
+
+    def repeat(self, plan: Plan, waiter: Waiter) -> Proposal:
+        """Propose ``plan`` once more, to a group that this worker joins anew. Agreements on it last."""
+        assert self._rounds.plan is not None
+        self._proposed += 1
+        message = Propose(plan.hash, self._rounds.number, beside=self._rounds.plan.hash, number=self._proposed)
+        self._repeated = Proposal(plan, waiter, message)
+        return self._repeated
 
     def _dropped(self, here: Plan) -> tuple[int, ...]:
         """List sections of the plan that no agreement refers to any more."""
@@ -97,6 +117,9 @@ class Plans:
         section = plan.section(agreed.section)
         if section is None or agreed.hash != proposed.hash or plan.alone(section) != proposed:
             raise MalformedMessageError(f"section {agreed.section} was agreed on, and is not what was proposed")
+        repeated, self._repeated = self._repeated, None
+        if repeated is None:
+            self._settled = [*(self._settled if message.beside else ()), (proposed, section)]
         kept = set[int]()
         if message.beside and self._rounds.plan is not None:
             kept = {one.number for one in self._rounds.plan.each if plan.section(one.number) is not None}

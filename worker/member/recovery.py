@@ -21,9 +21,10 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import MalformedMessageError
 from gradserver.protocol.exchange import BUCKET, PERSONAL, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
-from gradserver.protocol.messages.data import squares_of
+from gradserver.protocol.messages.data import proof_of, squares_of
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, pack_spans
 from gradserver.worker.member.donor import nobody_takes_it
+from gradserver.worker.member.effects import Tell
 from gradserver.worker.member.inventory import Inventory
 from gradserver.worker.member.machine import Member
 from gradserver.worker.member.sendqueue import ShardTraffic
@@ -153,7 +154,8 @@ class Recovery:
         what = message.generation, message.key, message.slice
         place = message.slice - result.slice
         own = squares_of(result.squares, place, place + 1)
-        return Held(*what, result.weight, result.present, result.without, result.weights, own), payload
+        proof = proof_of(result.proof, place, place + 1)
+        return Held(*what, result.weight, result.present, result.without, result.weights, own, proof), payload
 
     def stands(self, shard: ShardTraffic, number: int) -> bool:
         """Begin anew at ``shard``, in round ``number``, with what has no result. Return true if all shards stand now.
@@ -171,6 +173,9 @@ class Recovery:
         self.again += sum(exchange.rewind() for exchange in shard.exchanges.values())
         shard.release()
         self._member.refuse_again(shard.number, number)
+        if shard.number == 0:  # the round may have begun when there was no connection, or had not stood
+            for message, payloads in self._member.leases.used_again():
+                self._member.effects.add(Tell(message, payloads=payloads))
         if any(other.held for other in exchanges.shards):
             return False
         inventory.retained.said()

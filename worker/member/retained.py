@@ -21,6 +21,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, unasked_cost
 from gradserver.protocol.limits import MAX_COUNTER, SLICE_BYTES
 from gradserver.protocol.messages import Result
+from gradserver.protocol.messages.data import made_in
 from gradserver.protocol.messages.recovery import MAX_OVER, Span, State
 
 _MOST_OLDER: Final = 1 << 15
@@ -245,7 +246,7 @@ def _is_behind(kept: Kept, number: int, shard: int) -> bool:
 
 def _held(result: Result, index: int, payload: Buffer | None = None) -> Span:
     nbytes = 0 if payload is None else len(payload)
-    return Span(State.HELD, result.key, index, index + 1, result.weights, nbytes)
+    return Span(State.HELD, result.key, index, index + 1, result.weights, nbytes, made_in(result.proof))
 
 
 def runs(slices: Iterable[Span]) -> Iterator[Span]:

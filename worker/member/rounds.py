@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
+from gradserver.protocol.advice import on_not_finite
 from gradserver.protocol.errors import GradServerError, OutOfStepError, RoundVoidError
 from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.limits import MAX_COUNTER
@@ -25,6 +27,7 @@ class Rounds:
         pushed: what waits for each bucket that was pushed in this round. It stays the same object.
         open: the buckets that are exchanged in the present round, from its first push on.
         weight: of this worker in the present round.
+        owes: true if this worker has something to give in the present round that did not count in an earlier one.
         attempt: how often the present round was void, and begun again.
         announced: memberships and ends of rounds that the coordinator told of.
         skipped: true if the last round that is over must not be applied, as gradients of a member were not finite.
@@ -37,6 +40,7 @@ class Rounds:
         self.pushed: Final[dict[int, Waiter]] = {}
         self.open = NO_BUCKETS
         self.weight = 0.0
+        self.owes = False
         self.attempt = 0
         self.announced = Announced()
         self.skipped = self.left_out = False
@@ -65,10 +69,14 @@ class Rounds:
                 f"finish the round before pushing it again"
             )
 
-    def begin(self, index: int) -> None:
-        """Begin the round with bucket ``index``: it exchanges those of its section."""
+    def begin(self, index: int, is_kept: Callable[[int], bool] = lambda _: False) -> None:
+        """Begin the round with bucket ``index``: it exchanges those of its section.
+
+        A bucket ``is_kept`` if something of it did not count before.
+        """
         assert self.plan is not None
         self.open = self.plan.section_of(index).parts
+        self.owes = any(map(is_kept, self.open))
 
     # ── rounds that members reduce among themselves ───────────────────────────────────────────────────
 
@@ -151,6 +159,10 @@ class Rounds:
         if self._void:
             self._void = {key: error for key, error in self._void.items() if key.number >= self.number}
 
+    def join_anew(self) -> None:
+        """Forget memberships and ends of rounds that the coordinator told of: it may be another one."""
+        self.announced = Announced()
+
     def go_on_from(self, number: int) -> None:
         """Go to round ``number``."""
         self.number = number
@@ -163,19 +175,22 @@ class Rounds:
 
     def note_not_finite(self) -> Log | None:
         """Note the outcome of a round in which gradients of a member were not finite."""
-        found = [waiter.not_finite for waiter in self.pushed.values() if waiter.not_finite is not None]
-        self.skipped, self.left_out = any(one.skips for one in found), any(one.own for one in found)
+        by_part = {part: waiter.not_finite for part, waiter in self.pushed.items()}
+        found = {part: one for part, one in by_part.items() if one is not None}
+        self.skipped = any(one.skips for one in found.values())
+        self.left_out = any(one.own for one in found.values())
         if not self.left_out:
             return None
         self._left_out_rounds += 1
         if self._left_out_rounds & (self._left_out_rounds - 1) != 0:  # the first, and then ever more rarely
             return None
         became = "so no worker applies it" if self.skipped else "and is left out of the mean where it is not"
-        here = self._identity.membership
+        here, buckets = self._identity.membership, () if self.plan is None else self.plan.buckets
+        own = [part for part, one in found.items() if one.own and part < len(buckets)]
+        advice = on_not_finite([(buckets[part], -1) for part in own] or [(None, -1)])
         return Log(
-            "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). Look at its "
-            "data, loss and learning rate",
-            (here.group, here.rank, self.number, became, self._left_out_rounds),
+            "group %r: what this worker, rank %d, gave to round %d is not finite, %s (the %d. time). %s",
+            (here.group, here.rank, self.number, became, self._left_out_rounds, advice),
         )
 
     def go_by(self, plan: Plan, first: int) -> None:

@@ -7,6 +7,7 @@
     in which what it gave does not count        nothing more of this round is sent; its other results come unasked
     … and late contributions are kept           what it gave to these slices is added to what it gives next
     … and it is not finite                      it is forgotten, unless that halts the group
+    … and is kept for more rounds than --staleness  all that is kept is forgotten
 
 When the round fails, that is told for one of its buckets at least, and then holds for all.
 """
@@ -14,6 +15,7 @@ When the round fails, that is told for one of its buckets at least, and then hol
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from typing import Final
 
 from gradserver.protocol.buffer import Buffer
@@ -32,6 +34,14 @@ from gradserver.worker.member.rounds import Rounds
 
 _CHRONIC_ROUNDS: Final = 8
 """Late rounds in a row after which the log says what that means. It says so again after twice as many, and so on."""
+
+
+class Ended(Enum):
+    """Fate of what a member gave to a round that is over."""
+
+    COUNTED = "it counted"
+    KEPT = "it came too late, and is given again"
+    DROPPED = "it came too late, and is forgotten"
 
 
 class Read:
@@ -146,10 +156,10 @@ class Stragglers:
         for index, contribution in given:
             if self._identity.membership.nonfinite != "halt" and not is_finite(contribution, exchange.operation.dtype):
                 continue  # what is not finite would spoil the next round, too
-            self.carry.put(exchange.key.part, index, contribution)
+            self.carry.put(exchange.key.part, index, contribution, exchange.key.number)
 
-    def finish(self) -> tuple[bool, Log | None]:
-        """Note that a round is over. Return true if this worker was late and what it gave is kept; and what to say."""
+    def finish(self) -> tuple[Ended, Log | None]:
+        """Note that a round is over. Return what becomes of what this worker gave to it, and what to say."""
         number, here, warning = self._rounds.number, self._identity.membership, None
         self.failures.pop(number, None)
         waits_for_all = here.mode == "sync" and self._identity.stage is not Stage.OBSERVING
@@ -162,4 +172,20 @@ class Stragglers:
                 "stays this slow, give it smaller batches, or the others more time (--grace)",
                 (here.group, here.rank, self._late_rounds, what),
             )
-        return was_late and here.late == "keep", warning
+        if not was_late:
+            return Ended.COUNTED, warning
+        if here.late != "keep":
+            return Ended.DROPPED, warning
+        since = self.carry.since
+        if since is None or not 0 <= here.staleness < number + 1 - since:
+            return Ended.KEPT, warning
+        self.carry.forget()
+        return Ended.DROPPED, self._too_old(since)
+
+    def _too_old(self, since: int) -> Log:
+        here, number = self._identity.membership, self._rounds.number
+        return Log(
+            "group %r: this worker, rank %d, was late for rounds %d to %d. What it gave to them is more than %d rounds "
+            "old (--staleness), and is dropped. Give it smaller batches, or the others more time (--grace)",
+            (here.group, here.rank, since, number, here.staleness),
+        )

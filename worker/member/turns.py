@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradserver.protocol.exchange import Kind
 from gradserver.protocol.messages import Follow, Opened, Opens, Steps
 from gradserver.protocol.plan import Plan
 from gradserver.worker.member.effects import Effects, Said, Tell
@@ -28,7 +29,8 @@ class Turns:
         """Say, before the push of bucket ``part``, that a round begins with it."""
         section = plan.section_of(part)
         if any(plan.buckets[each].numel for each in section.parts):
-            self._say(Opens(self._rounds.number, section.number, self._rounds.attempt))
+            is_commit = plan.buckets[part].kind is Kind.COMMIT
+            self._say(Opens(self._rounds.number, section.number, 0 if is_commit else 1))
 
     def steps(self, updated: int, dropped: int) -> None:
         """Say that this worker's job updates models; or none, at the top of its loop."""

@@ -27,7 +27,6 @@ from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Membership
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
-from gradserver.worker.member.learner import Stage
 from gradserver.worker.tensors import bind
 from gradserver.worker.tree import Tree, from_bytes, to_bytes
 
@@ -79,25 +78,6 @@ def check_weights(worker: Worker, digests: Sequence[int], number: int) -> None:
     if others:
         then = "Start again from the last checkpoint"
         raise _diverged(worker.names, others, digests.index(usual), number, "nothing was saved", then)
-
-
-def check_joined_weights(worker: Worker, module: nn.Module) -> None:
-    """Compare weights after the end of a block of `join` at all members. It is a collective.
-
-    Raises:
-        DivergedError: they differ. The error names the members that differ from most.
-    """
-    if worker._session.stage is not Stage.MEMBER:
-        return  # a learner takes part in collectives when its first round is over
-    digests = [one["weights"] for one in gather(worker, {"weights": digest_of(module)})]
-    usual = max(digests, key=Counter(digests).__getitem__)
-    others = [rank for rank, one in enumerate(digests) if one != usual]
-    if others:
-        raise DivergedError(
-            f"at the end of model.join() the weights of {_named(worker.names, others)} are not those of "
-            f"{_named(worker.names, [digests.index(usual)])}. The loop does more to weights than optimizer.step(): it "
-            f"clips gradients, say, or steps a scheduler. Give model.join a function that does all of it"
-        )
 
 
 def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:

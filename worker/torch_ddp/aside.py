@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gradserver.worker.torch_ddp.buckets import BufferBucket, FlatBucket, GradientBucket
+from gradserver.worker.torch_ddp.buckets import BufferBucket, FlatBucket, GradientBucket, bring
 
 
 class Exchange(Protocol):
@@ -60,7 +60,7 @@ class Aside:
     def hide(self) -> None:
         """Take the gradients from the parameters. Nothing happens if they are hidden already."""
         if self._have is None:
-            self._have = [[slot.take(self._as_view) for slot in bucket.slots] for bucket in self._rounds.gradients]
+            self._have = [bring(bucket.slots, self._as_view) for bucket in self._rounds.gradients]
             self.clear()
 
     def move(self) -> None:

@@ -32,13 +32,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradserver.protocol.errors import UsageError
 from gradserver.worker.client import Worker
+from gradserver.worker.eager import in_compiled_backward
 from gradserver.worker.torch_ddp.aside import Aside
 from gradserver.worker.torch_ddp.breakage import Breakage
-from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.buckets import Slot, bring
+from gradserver.worker.torch_ddp.composition import Composition
 from gradserver.worker.torch_ddp.deferred import Deferred
 from gradserver.worker.torch_ddp.graph import MAX_NAMED, Graph
-from gradserver.worker.torch_ddp.hooks import Ending, hook_parameters
+from gradserver.worker.torch_ddp.hooks import NEVER, Arrivals, Ending, hook_parameters
+from gradserver.worker.torch_ddp.joining import GivenGradients
 from gradserver.worker.torch_ddp.modes import Mode
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
 from gradserver.worker.torch_ddp.sequence import Sequence as Modules
@@ -62,6 +66,7 @@ class Backward:
         syncs: whether gradients are exchanged (not inside `no_sync`).
         training: whether the wrapper is in training mode.
         anybody: whether any worker took part in the last exchange with a batch.
+        composition: the parameters that the module was wrapped with.
         deferred: contributions of the worker that wait for their round, where rounds do not wait for all.
         aside: gradients of the module that wait, while updates are applied.
         broken: the error that broke the exchange: its text is the BROKEN state.
@@ -70,6 +75,7 @@ class Backward:
         has_result: whether the parameters' gradients are the result of an exchange.
         owner: the wrapper, from its construction on.
         block: what steps the module's updates at the end of a block of `join`; None outside of one.
+        given: the averaged gradients, in a block of `join` with a loop that must leave them alone.
         optimizers: those that have stepped the module's parameters in a block of `join`.
         armed: whether a forward has run since the last exchange.
         leads: whether buckets are pushed while this backward is under way (`gradserver.worker.torch_ddp.sequence`).
@@ -92,27 +98,30 @@ class Backward:
         self._number = 0
         """The number of the present backward: an error of an earlier one may be noticed late."""
         self._lock = threading.RLock()
-        self._waiting: list[int] = []
-        """Number of parameters that are still to come, for each bucket."""
+        self._arrivals = hook_parameters(self, rounds.gradients)
         self.pending = 0
         self._due = False
         """True if there are gradients of a round, and `next_update` has yet to say so."""
         self.has_result = False
         self.version = 0
         self.block: Sequence[Stepper] | None = None
+        self.given: GivenGradients | None = None
         self.owner: weakref.ref[nn.Module] | None = None
-        self._graph = Graph(options, rounds.slots)
+        self._graph = Graph(options, self._arrivals)
         self.aside = Aside(rounds, options.gradient_as_bucket_view)
-        self._untouched = Untouched(module, rounds.slots)
+        self._untouched = Untouched(rounds.slots)
         self.optimizers: list[Callable[[], object] | Optimizer] = []
         self.armed = False
+        self._ends_by_count = False
+        """True if the last gradient ends the present backward: compiled autograd drops the callback."""
         self.leads = True
         self.fresh = False
         self.latest: object = None
         self._sequence = Modules.of(worker)
         self._sequence.add(self)
         self.deferred = Deferred.of(worker, self)
-        hook_parameters(self, rounds.gradients)
+        exchanged = [(slot.name, slot.parameter) for slot in rounds.slots]
+        self.composition = Composition(module, exchanged, options.ignored)
 
     @property
     def begun(self) -> bool:
@@ -144,11 +153,11 @@ class Backward:
             if output.grad_fn is not None:
                 output.register_hook(on_output)
 
-    def check(self) -> None:
-        """Check before a forward: OutOfStepError if an exchange broke, UsageError for parameters thawed since."""
+    def check(self, module: nn.Module) -> None:
+        """Check before a forward of ``module``: OutOfStepError if an exchange broke, and as in `Composition.check`."""
         self.broken.check()
         self.deferred.check(self)
-        self._untouched.check_frozen()
+        self.composition.check(module)
 
     @property
     def exchanges(self) -> bool:
@@ -163,13 +172,20 @@ class Backward:
         if self.begun:
             return
         self.deferred.check(self)
-        if self.exchanges and not self.training:  # the forward has not checked it
-            self._untouched.check_frozen()
+        if self.exchanges and not (self.training and self.armed):  # no forward has checked it
+            self.composition.check(getattr(self.owner and self.owner(), "module", None))
         pacing = self.rounds.pacing
         is_due = pacing is None or pacing.is_due(self.pending + 1, len(self._sequence.members))
         self._start(State.EXCHANGE if self.syncs and self.exchanges and is_due else State.LOCAL)
         self.leads = self._sequence.may_push(self)
         self.rounds.begin(self.pending + 1, foreseen=self._graph.learned)
+        self._ends_by_count = is_compiled = in_compiled_backward()
+        if is_compiled and (self._options.tracks_used or self._sequence.is_shared):
+            self._rest()
+            raise UsageError(
+                "compiled autograd calls nothing at the end of a backward, as is needed with several wrapped modules, "
+                "find_unused_parameters or static_graph: leave torch._dynamo.config.compiled_autograd False for them"
+            )
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(Ending(self, self._number))
 
@@ -178,49 +194,63 @@ class Backward:
         self.exchanged = state is State.EXCHANGE
         self._due = self.has_result = False
         self._number += 1
-        thrown_away = all(slot.parameter.grad is None for slot in self.rounds.slots)  # what had been accumulated
+        accumulates = self.pending or any(arrivals.touched for arrivals in self._arrivals)
+        thrown_away = not accumulates or all(slot.parameter.grad is None for slot in self.rounds.slots)
         if (pacing := self.rounds.pacing) is not None:
             pacing.check_accumulated(self.rounds.slots, thrown_away)
         if thrown_away:
             self.pending = 0
-        for slot in self.rounds.slots:
-            slot.fired = 0
-            slot.touched = slot.touched and not thrown_away
+            for arrivals in self._arrivals:
+                arrivals.touched.clear()
         if state is State.EXCHANGE:
             self._untouched.begin()
-        self._waiting = [sum(slot.expected > 0 for slot in bucket.slots) for bucket in self.rounds.gradients]
 
-    def on_gradient(self, index: int, slot: Slot) -> None:
-        """Take the gradient of one parameter, which is ready."""
+    def on_gradient(self, arrivals: Arrivals, slot: Slot) -> None:
+        """Take a gradient that is ready: each large one, and of small ones the first and the last of a bucket."""
         has_graph = torch.is_grad_enabled()
         with self._lock, torch.no_grad():
-            self._begin()
-            if has_graph:
-                self._graph.warn_of_graph()
-            slot.fired += 1
-            slot.touched = True
-            as_view = self._options.gradient_as_bucket_view
+            try:
+                self._begin()
+            finally:
+                if not self.begun:
+                    arrivals.ready.clear()
+            if not arrivals.due:
+                self._expect(arrivals, has_graph)
             if self._state is State.LOCAL:
-                if as_view:
-                    slot.take(as_view)
-                return
-            with self.broken.by_errors(in_backward=True):
-                self.rounds.take(index, slot)
-                if not self._all_at_end:
-                    self._count(index, slot)
+                if self._options.gradient_as_bucket_view and not slot.is_small:
+                    bring((slot,), as_view=True)
+            else:
+                with self.broken.by_errors(in_backward=True):
+                    self._take(arrivals, slot)
+            if self._ends_by_count and all(len(one.ready) >= one.expected for one in self._arrivals):
+                self.end()
+
+    def _take(self, arrivals: Arrivals, slot: Slot) -> None:
+        """Take a gradient for the exchange, and push its bucket if it is the last one of that."""
+        if not slot.is_small:
+            self.rounds.take(arrivals.index, slot)
+        if len(arrivals.ready) >= arrivals.due and not self._all_at_end:
+            self._graph.check_often(arrivals)
+            self.rounds.push(arrivals.index)
+
+    def _expect(self, arrivals: Arrivals, has_graph: bool) -> None:
+        """Expect the gradients of a bucket, at its first one in this backward."""
+        if has_graph:
+            self._graph.warn_of_graph()
+        counts = self._ends_by_count or (self._state is State.EXCHANGE and not self._all_at_end)
+        arrivals.due = max(arrivals.expected, 1) if counts else NEVER
+
+    def _rest(self) -> None:
+        """Note that no backward is under way."""
+        self._state = State.IDLE
+        for arrivals in self._arrivals:
+            arrivals.rest()
 
     @property
     def _all_at_end(self) -> bool:
         """True if nothing is pushed before the end of backward."""
         waits = self._options.delay_all_reduce or not self.leads or self._defers or self._options.clips_own
         return waits or (self._options.static_graph and not self._graph.learned)
-
-    def _count(self, index: int, slot: Slot) -> None:
-        self._graph.check_often(slot)
-        if slot.fired == slot.expected:
-            self._waiting[index] -= 1
-            if not self._waiting[index]:
-                self.rounds.push(index)
 
     def end_all(self) -> None:
         """End backward at all modules that it has reached, in the same order on all workers."""
@@ -232,9 +262,12 @@ class Backward:
     @torch.no_grad()
     def end(self) -> None:
         """End backward."""
-        fired = any(slot.fired for slot in self.rounds.slots)
+        fired = any(arrivals.ready for arrivals in self._arrivals)
         if self._state is State.LOCAL:
-            self._state = State.IDLE
+            if self._options.gradient_as_bucket_view:
+                for arrivals in self._arrivals:
+                    bring(arrivals.ready, as_view=True)
+            self._rest()
             if self.exchanges:
                 if not self.pending:
                     self.version = self._worker.round
@@ -245,10 +278,13 @@ class Backward:
                 with self.broken.by_errors():
                     self.rounds.modes.check(Mode.EVAL)
         elif not fired:  # for example, torch.autograd.grad
-            self._state = State.IDLE
+            self._rest()
         else:
             with self.broken.by_errors():
                 self._untouched.end()
+                if not self._all_at_end:
+                    for arrivals in self._arrivals:
+                        self._graph.check_often(arrivals)
                 self._graph.check()
                 if self._defers:
                     self._defer()
@@ -264,13 +300,15 @@ class Backward:
     def _end_round(self) -> bool:
         took_part = self.anybody = self._due = self.rounds.finish()
         self.fresh = self.has_result = True
+        if self.given is not None:
+            self.given.note(self.rounds.gradients)
         return took_part
 
     def _end_backwards(self) -> None:
         self.pending = 0
         self.armed = False
-        for slot in self.rounds.slots:
-            slot.touched = False
+        for arrivals in self._arrivals:
+            arrivals.forget()
         self._state = State.IDLE
 
     # ── rounds that do not wait for all ───────────────────────────────────────────────────────────────
@@ -280,7 +318,7 @@ class Backward:
         if not self.pending:
             self.version = self._worker.round
         self.deferred.add(self, self.pending + 1, self.version, self._sequence.backward)
-        self._state = State.IDLE
+        self._rest()
         if not self._sequence.is_shared:
             self.deferred.ask()
 
@@ -354,7 +392,7 @@ class Backward:
     def follow(self) -> int:
         """Prepare for rounds without a backward. Return the number of backwards that have accumulated gradients."""
         self._start(State.EXCHANGE)
-        self._state = State.IDLE
+        self._rest()
         if self.pending:
             self._graph.check_all_touched()
         return self.pending
@@ -364,7 +402,7 @@ class Backward:
         self.broken.check(abandons=True)
         if not self.exchanges or self._defers:  # there is no open round
             self.broken.mend()
-            self._state = State.IDLE
+            self._rest()
             if self._defers:
                 self.aside.clear()
             else:
@@ -383,9 +421,11 @@ class Backward:
         """Handle the error that ended a backward: the present one, or that of this ``number``."""
         if number is not None and number != self._number:
             return
+        if self._state is State.EXCHANGE and self._ends_by_count and not self.broken.text:
+            self.broken.fail(f"a compiled backward of round {self._worker.round} ended without all gradients")
         if self._state is State.EXCHANGE and self.rounds.begun and not self.broken.text:
             left = ", ".join(self.rounds.unpushed[:MAX_NAMED]) or "nothing"
             self.broken.fail(
                 f"a backward failed when it had begun to push round {self._worker.round} (left was: {left})"
             )
-        self._state = State.IDLE
+        self._rest()

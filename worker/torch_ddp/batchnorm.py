@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import count
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradserver.protocol.errors import DisagreementError
 from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
+
+_PLACES: Final = 1000.0
+"""Places of a layer in a graph of derivatives, at most."""
+_numbers: WeakKeyDictionary[Worker, count[int]] = WeakKeyDictionary()
 
 
 def convert_sync_batchnorm(module: nn.Module, worker: Worker) -> nn.Module:
@@ -41,6 +48,8 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     _worker: Worker | None = None
+    _number = 0
+    """The number of the layer among those of its worker, the same at all workers."""
 
     @classmethod
     def of(cls, plain: _BatchNorm, worker: Worker) -> SyncBatchNorm:
@@ -50,6 +59,7 @@ class SyncBatchNorm(_BatchNorm):
         made._buffers = plain._buffers
         made.train(plain.training)
         made._worker = worker
+        made._number = next(_numbers.setdefault(worker, count(1)))
         return made
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -62,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
         if worker.world_size == 1 or worker._session.stage is not Stage.MEMBER:
             return super().forward(inputs)
         normalize: Any = _Normalize.apply
-        result: Tensor = normalize(inputs, self.weight, self.bias, self.eps, worker, self._take_statistics)
+        result: Tensor = normalize(inputs, self.weight, self.bias, self.eps, self, worker)
         return result
 
     def _take_statistics(self, mean: Tensor, variance: Tensor, count: float) -> None:
@@ -86,47 +96,123 @@ class SyncBatchNorm(_BatchNorm):
         return {name: value for name, value in self.__dict__.items() if name != "_worker"}
 
 
+class _Sum(torch.autograd.Function):
+    """The sum of a tensor over all workers. The sum of all losses depends on it through each worker's copy."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, worker: Worker, known: Tensor | None, place: float | None) -> Tensor:
+        ctx.worker, ctx.place = worker, place
+        if known is not None:
+            return known.clone()
+        if place is None:
+            total = own.clone(memory_format=torch.contiguous_format)
+            worker.all_reduce(total, "sum")
+            return total
+        total = torch.cat([own, own.new_full((1,), place)])
+        worker.all_reduce(total, "sum")
+        if float(total[-1]) != place * worker.world_size:
+            raise DisagreementError(
+                "workers differentiate other graphs through a SyncBatchNorm, and so not the same sums: do the same "
+                "with each batch. Of a batch without samples, torch omits some derivatives of a third or higher order"
+            )
+        return total[:-1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _summed(gradients[0], ctx.worker, place=ctx.place + 1.0), None, None, None
+
+
+def _summed(own: Tensor, worker: Worker, known: Tensor | None = None, place: float | None = None) -> Tensor:
+    """Return the sum of ``own`` over all workers, with its derivatives.
+
+    A sum that is ``known`` is not exchanged. With a ``place`` in the graph workers compare where they are.
+    """
+    apply: Any = _Sum.apply
+    total: Tensor = apply(own, worker, known, place)
+    return total
+
+
+class _Moments(NamedTuple):
+    """Sums over all workers' batches: of each channel's elements and of their squares, and the number of these.
+
+    They are in float64, as differences of large numbers depend on them.
+    """
+
+    sums: Tensor
+    rows: float
+
+    @classmethod
+    def of(cls, rows: Tensor, worker: Worker, known: _Moments | None = None, place: float = 0.0) -> _Moments:
+        """Return the sums over the ``rows`` of all workers, with their derivatives if they are ``known``."""
+        wide = rows.double()
+        own = torch.cat([wide.sum(1), wide.square().sum(1)])
+        if known is not None:
+            return cls(_summed(own, worker, known.sums, place), known.rows)
+        total = _summed(torch.cat([own, wide.new_full((1,), rows.shape[1])]), worker)
+        return cls(total[:-1], float(total[-1]))
+
+    def mean_and_variance(self) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of each channel."""
+        mean, of_squares = (self.sums / self.rows).chunk(2)
+        return mean, (of_squares - mean.square()).clamp(min=0.0)
+
+    def normalize(self, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return ``rows`` with mean 0 and variance 1, in float32 or wider, and the factor of each channel."""
+        kind = torch.promote_types(rows.dtype, torch.float32)
+        mean, variance = self.mean_and_variance()
+        scale = (variance + eps).rsqrt().to(kind)
+        return (rows.to(kind) - mean.to(kind)[:, None]) * scale[:, None], scale
+
+
 class _Normalize(torch.autograd.Function):
-    """The normalization. Sums over all workers are in float64, as differences of large numbers depend on them."""
+    """The normalization. Its backward can be differentiated again, as often as wanted.
+
+    Each derivative makes its collectives in the order of the graph, which is the same at all workers, whatever the
+    sizes of their batches are.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, worker: Worker, take: Any
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        layer: SyncBatchNorm,
+        worker: Worker,
     ) -> Tensor:
-        rows, channels = _by_channel(inputs), inputs.shape[1]
-        wide = rows.double()
-        sums = torch.cat([wide.sum(1), wide.square().sum(1), wide.new_full((1,), rows.shape[1])])
-        worker.all_reduce(sums, "sum")
-        count = float(sums[-1])
-        mean = sums[:channels] / count
-        variance = (sums[channels:-1] / count - mean.square()).clamp_(min=0.0)
-        take(mean, variance, count)
-        kind = torch.promote_types(inputs.dtype, torch.float32)
-        mean, scale = mean.to(kind), (variance + eps).rsqrt().to(kind)
-        normal = (rows.to(kind) - mean[:, None]) * scale[:, None]
-        ctx.save_for_backward(normal, scale, weight)
-        ctx.worker, ctx.count, ctx.shape, ctx.has_bias = worker, count, inputs.shape, bias is not None
-        result = normal if weight is None else normal * weight[:, None].to(kind)
-        result = result if bias is None else result + bias[:, None].to(kind)
+        rows = _by_channel(inputs)
+        moments = _Moments.of(rows, worker)
+        layer._take_statistics(*moments.mean_and_variance(), moments.rows)
+        normal, _ = moments.normalize(rows, eps)
+        ctx.save_for_backward(inputs, weight, moments.sums)
+        ctx.worker, ctx.count, ctx.eps, ctx.has_bias = worker, moments.rows, eps, bias is not None
+        ctx.place = layer._number * _PLACES
+        result = normal if weight is None else normal * weight[:, None].to(normal.dtype)
+        result = result if bias is None else result + bias[:, None].to(normal.dtype)
         return _from_channels(result.to(inputs.dtype), inputs.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        normal, scale, weight = ctx.saved_tensors
+        inputs, weight, sums = ctx.saved_tensors
         (gradient,) = gradients
+        own, moments = _by_channel(inputs), _Moments(sums, ctx.count)
+        if torch.is_grad_enabled():  # a derivative of this backward: its own depend on the inputs through the sums
+            moments = _Moments.of(own, ctx.worker, moments, ctx.place)
+        normal, scale = moments.normalize(own, ctx.eps)
         rows = _by_channel(gradient).to(normal.dtype)
         of_bias, of_weight = rows.sum(1), (rows * normal).sum(1)
-        result = None
+        result: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            channels = len(scale)
-            sums = torch.cat([of_bias, of_weight]).double()
-            ctx.worker.all_reduce(sums, "sum")
-            means = (sums / ctx.count).to(normal.dtype)
-            centred = rows - means[:channels, None] - normal * means[channels:, None]
-            factor = scale if weight is None else scale * weight.to(normal.dtype)
-            result = _from_channels((centred * factor[:, None]).to(gradient.dtype), ctx.shape)
-        of_weight = None if weight is None else of_weight.to(weight.dtype)
-        return result, of_weight, of_bias.to(gradient.dtype) if ctx.has_bias else None, None, None, None
+            place = ctx.place + _PLACES / 2 if torch.is_grad_enabled() else None
+            total = _summed(torch.cat([of_bias, of_weight]).double(), ctx.worker, place=place)
+            mean, slope = (total / ctx.count).to(normal.dtype).chunk(2)
+            if weight is not None:
+                scale = scale * weight.to(normal.dtype)
+            centred = rows - mean[:, None] - normal * slope[:, None]
+            result = _from_channels((centred * scale[:, None]).to(gradient.dtype), inputs.shape)
+        slopes = None if weight is None else of_weight.to(weight.dtype)
+        return result, slopes, of_bias.to(gradient.dtype) if ctx.has_bias else None, None, None, None
 
 
 def _by_channel(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Final, NamedTuple
 
@@ -16,18 +17,23 @@ from torch import Tensor, nn
 
 from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import BY_NAME, UINT8
-from gradserver.protocol.errors import DTypeError, LayoutError, SizeMismatchError
+from gradserver.protocol.errors import DTypeError, LayoutError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.limits import KIB, MIB
-from gradserver.protocol.plan import Bucket, Component
+from gradserver.protocol.plan import BUFFERS_KEY, Bucket, Component
 from gradserver.worker.devices.cuda import fetch
 from gradserver.worker.tensors import bind, wire_dtype
 from gradserver.worker.torch_ddp.grouping import Group
+from gradserver.worker.torch_ddp.module_buffers import Owned, check_form
 
 USED_KEY: Final = "used"
 SENDER_KEY: Final = "sender"
+OPTION: Final = "broadcast_buffers=False"
+"""The option by which no buffers are exchanged."""
 _LARGE_BUFFER_BYTES: Final = 256 * KIB
 """Size from which a buffer's bytes weigh more than a message of its own."""
+_SMALL_GRADIENT_BYTES: Final = 16 * KIB
+"""Size up to which a gradient costs more to look at than to copy. Small ones are brought together."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,13 +43,17 @@ class _Place:
     Attributes:
         home: its elements.
         address: where they begin.
+        dtype: their type.
+        device: where they are.
+        made: the latest view of them.
     """
 
     def __init__(self, flat: Tensor, begin: int, shape: tuple[int, ...], order: tuple[int, ...]) -> None:
         self.home = flat[begin : begin + prod(shape)]
         self.address = self.home.data_ptr()
+        self.dtype, self.device = flat.dtype, flat.device
         self._shape, self._order = shape, order
-        self._view = self._make_view()
+        self.made = self._make_view()
 
     def _make_view(self) -> Tensor:
         # Strides like the parameter's own: fused optimizers walk both memories side by side. Other gradients of the
@@ -54,9 +64,9 @@ class _Place:
     @property
     def view(self) -> Tensor:
         """The place in the parameter's shape and strides."""
-        if self._view.data_ptr() != self.address:  # Module.to() replaces the memory under a .grad
-            self._view = self._make_view()
-        return self._view
+        if self.made.data_ptr() != self.address:  # Module.to() replaces the memory under a .grad
+            self.made = self._make_view()
+        return self.made
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Return whether ``gradient`` lies here."""
@@ -80,66 +90,55 @@ class Slot:
         parameter: the parameter.
         component: its name and shape in the plan. The shape is that of its memory: a channels_last weight
             of shape (O, I, H, W) has (O, H, W, I).
-        fired: how often its gradient became ready in this backward.
-        expected: how often it does in a whole one.
-        touched: whether it became ready since the last exchange.
+        expected: how often its gradient becomes ready in a whole backward.
+        here: its place, from `GradientBucket.place` on.
+        is_small: whether its gradient is brought together with others. On a device each is, by the stream that made it.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
         self.parameter = parameter
-        self.fired = 0
         self.expected = 1
-        self.touched = False
+        self.is_small = (
+            parameter.device.type == "cpu" and parameter.numel() * parameter.element_size() <= _SMALL_GRADIENT_BYTES
+        )
         self._scaled: _Scaled | None = None
+        self.here: _Place
         self._order = memory_order(parameter)
         self.component = Component(name, tuple(parameter.shape[dimension] for dimension in self._order))
 
-    def place(self, flat: Tensor, begin: int) -> None:
-        """Place the gradient in ``flat`` from element ``begin`` on."""
-        self._here = _Place(flat, begin, self.component.shape, self._order)
+    def place_in(self, flat: Tensor, begin: int) -> _Place:
+        """Return the gradient's place in ``flat`` from element ``begin`` on."""
+        return _Place(flat, begin, self.component.shape, self._order)
 
     @property
     def view(self) -> Tensor:
         """The gradient's place, in the parameter's shape and strides."""
-        return self._here.view
+        return self.here.view
 
     @property
     def is_in_place(self) -> bool:
         """True if the parameter's gradient lies there."""
-        return self._here.holds(self.parameter.grad)
+        return self.here.holds(self.parameter.grad)
 
     @property
     def grad(self) -> Tensor | None:
         """The parameter's gradient; LayoutError or DTypeError if it does not fit the bucket any more."""
         grad = self.parameter.grad
-        if grad is None:
-            return None
+        return None if grad is None else self.checked(grad)
+
+    def checked(self, grad: Tensor) -> Tensor:
+        """Return ``grad``, the parameter's; LayoutError or DTypeError if it does not fit the bucket any more."""
         if grad.layout is not torch.strided:
             layout = str(grad.layout).removeprefix("torch.")
             raise LayoutError(f"the gradient of {self.name!r} is {layout}, and only dense ones travel (sparse=False)")
-        home = self._here.home
-        if grad.dtype != home.dtype or grad.device != home.device:
+        here = self.here
+        if grad.dtype != here.dtype or grad.device != here.device:
             raise DTypeError(
                 f"the gradient of {self.name!r} is {grad.dtype} on {grad.device}, but the module was wrapped with "
-                f"{home.dtype} on {home.device}: move or convert a module before wrapping it"
+                f"{here.dtype} on {here.device}: move or convert a module before wrapping it"
             )
         return grad
-
-    def take(self, as_view: bool) -> bool:
-        """Bring the gradient into the bucket, zeros if there is none. Return whether there was one.
-
-        With ``as_view`` the parameter's ``.grad`` then is that place in the bucket.
-        """
-        grad = self.grad
-        if grad is None:
-            self._here.home.zero_()
-            return False
-        if grad.data_ptr() != self._here.address:
-            self.view.copy_(grad.detach())
-            if as_view:
-                self.parameter.grad = self.view
-        return True
 
     def scale(self, factor: float) -> bool:
         """Bring the gradient times ``factor`` into the bucket, zeros if there is none. Return whether there was one.
@@ -149,17 +148,17 @@ class Slot:
         """
         grad, before = self.grad, self._scaled
         if grad is None:
-            self._here.home.zero_()
+            self.here.home.zero_()
             self._scaled = None
-        elif before is None or before.grad is not grad or before[1:] != (grad._version, factor, self._here.address):
-            self._scaled = _Scaled(grad, grad._version, factor, self._here.address)
+        elif before is None or before.grad is not grad or before[1:] != (grad._version, factor, self.here.address):
+            self._scaled = _Scaled(grad, grad._version, factor, self.here.address)
             self.scale_again()
         return grad is not None
 
     def scale_again(self) -> None:
         """Bring into the bucket once more what `scale` has brought there."""
         if self._scaled is None:
-            self._here.home.zero_()
+            self.here.home.zero_()
         else:
             torch.mul(self._scaled.grad.detach(), self._scaled.factor, out=self.view)
 
@@ -167,25 +166,55 @@ class Slot:
     def kept(self) -> Tensor:
         """The gradient that was scaled, one-dimensional in the order of the bucket's memory; zeros without one."""
         if self._scaled is None:
-            return torch.zeros_like(self._here.home)
+            return torch.zeros_like(self.here.home)
         return self._scaled.grad.detach().permute(self._order).reshape(-1)
 
-    def take_kept(self, as_view: bool) -> None:
-        """Bring the gradient that was scaled into the bucket as it is."""
+    def take_kept(self) -> None:
+        """Make the gradient that was scaled the parameter's, as it is."""
         if self._scaled is not None:
             self.parameter.grad, self._scaled = self._scaled.grad, None
-        self.take(as_view)
 
-    def give(self, as_view: bool) -> None:
-        """Make the bucket's content the parameter's gradient."""
-        grad = self.grad
-        if as_view:
-            if grad is None or grad.data_ptr() != self._here.address:
-                self.parameter.grad = self.view
-        elif grad is None:
-            self.parameter.grad = self.view.clone()
+
+def bring(slots: Sequence[Slot], as_view: bool) -> list[bool]:
+    """Bring the gradients of ``slots`` to their places, zeros where there is none. Return for each if there was one.
+
+    With ``as_view`` each ``.grad`` then is that place.
+    """
+    have, absent, views, grads = [], [], [], []
+    for slot in slots:
+        grad, here = slot.parameter.grad, slot.here
+        have.append(grad is not None)
+        if grad is None:
+            absent.append(here.home)
+        elif slot.checked(grad).data_ptr() != here.address:
+            view = here.view
+            views.append(view)
+            grads.append(grad)
+            if as_view:
+                slot.parameter.grad = view
+    if absent:
+        torch._foreach_zero_(absent)
+    if views:
+        torch._foreach_copy_(views, grads)
+    return have
+
+
+def hand_out(slots: Sequence[Slot], as_view: bool) -> None:
+    """Make what lies in the places of ``slots`` the parameters' gradients."""
+    views, grads = [], []
+    for slot in slots:
+        grad, here = slot.parameter.grad, slot.here
+        if as_view and grad is here.made and grad.data_ptr() == here.address:  # as a rule
+            continue
+        if grad is not None and slot.checked(grad).data_ptr() == here.address and as_view:
+            continue
+        if as_view or grad is None:
+            slot.parameter.grad = here.view if as_view else here.view.clone()
         else:
-            grad.copy_(self.view)
+            views.append(here.view)
+            grads.append(grad)
+    if views:
+        torch._foreach_copy_(grads, views)
 
 
 class FlatBucket:
@@ -213,25 +242,40 @@ class GradientBucket(FlatBucket):
 
     def __init__(self, group: Group) -> None:
         self.slots = [Slot(name, parameter) for name, parameter in group.parameters]
-        self._spare: Tensor | None = None
+        self._spare: tuple[Tensor, list[_Place]] | None = None
         """Memory in which the bucket was before: the gradients of another round may lie there."""
         components = tuple(slot.component for slot in self.slots)
         super().__init__(group.key, group.parameters[0][1], components, Op.MEAN)
 
     def place(self, flat: Tensor) -> None:
         """Place the bucket in ``flat``, which has ``spec.numel`` elements of ``dtype`` on ``device``."""
+        ends = accumulate(self.spec.sizes)
+        places = [slot.place_in(flat, end - slot.component.numel) for slot, end in zip(self.slots, ends, strict=True)]
+        self._move_to(flat, places)
+
+    def _move_to(self, flat: Tensor, places: list[_Place]) -> None:
         super().place(flat)
-        begin = 0
-        for slot in self.slots:
-            slot.place(flat, begin)
-            begin += slot.component.numel
+        for slot, here in zip(self.slots, places, strict=True):
+            slot.here = here
 
     def vacate(self, new_memory: Callable[[], Tensor]) -> None:
         """Place the bucket where none of its gradients lies. Two memories are enough: they lie in one of them."""
         if any(slot.is_in_place for slot in self.slots):
-            before, after = self.flat, new_memory() if self._spare is None else self._spare
-            self.place(after)
+            before = self.flat, [slot.here for slot in self.slots]
+            self._change(new_memory)
             self._spare = before
+
+    def _change(self, new_memory: Callable[[], Tensor]) -> None:
+        after, self._spare = self._spare, None
+        if after is None:
+            self.place(new_memory())
+        else:
+            self._move_to(*after)
+
+    def take(self, as_view: bool, brought: Collection[Slot] = ()) -> bool:
+        """Bring all gradients into the bucket, but for those that were ``brought``. Return if there are any."""
+        slots = [slot for slot in self.slots if slot not in brought] if brought else self.slots
+        return any(bring(slots, as_view)) or bool(brought)
 
     def scale(self, factor: float) -> bool:
         """Bring all gradients times ``factor`` into the bucket, and leave them as they are. Return if there were any.
@@ -246,20 +290,20 @@ class GradientBucket(FlatBucket):
 
         The bucket's memory is given up: something may still write there.
         """
-        after, self._spare = new_memory() if self._spare is None else self._spare, None
-        self.place(after)
+        self._change(new_memory)
         for slot in self.slots:
-            slot.take_kept(as_view)
-        return after
+            slot.take_kept()
+        bring(self.slots, as_view)
+        return self.flat
 
 
 class BufferBucket(FlatBucket):
     """Buffers of one element type, packed. Between rounds ``flat`` holds their values after the last exchange."""
 
-    def __init__(self, key: str, module: nn.Module, names: Sequence[str]) -> None:
-        components = tuple(Component(name, tuple(module.get_buffer(name).shape)) for name in names)
-        super().__init__(key, module.get_buffer(names[0]), components, Op.FIRST)
-        self._owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+    def __init__(self, key: str, members: Sequence[tuple[Owned, Tensor]]) -> None:
+        components = tuple(Component(owned.name, tuple(buffer.shape)) for owned, buffer in members)
+        super().__init__(key, members[0][1], components, Op.FIRST)
+        self._members = [owned for owned, _ in members]
 
     def changed(self) -> bool:
         """Return whether any buffer differs from the bucket's content, bit by bit."""
@@ -271,7 +315,7 @@ class BufferBucket(FlatBucket):
     def pack(self) -> None:
         """Copy the buffers, as they are now, into the bucket."""
         for packed, buffer in self._pairs():
-            packed.copy_(buffer)
+            packed.copy_(buffer.detach())
 
     def unpack(self) -> None:
         """Copy the bucket's content into the buffers."""
@@ -295,15 +339,10 @@ class BufferBucket(FlatBucket):
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         # Read anew: modules assign to their buffers.
         places = torch.split(self.flat, list(self.spec.sizes))
-        for place, component, owner in zip(places, self.spec.components, self._owners, strict=True):
-            name = component.name
-            buffer = owner._buffers.get(name.rpartition(".")[2])
-            if buffer is None or tuple(buffer.shape) != component.shape:
-                now = "gone" if buffer is None else f"of shape {tuple(buffer.shape)}"
-                raise SizeMismatchError(
-                    f"buffer {name!r} had shape {component.shape} when the module was wrapped and is {now}; "
-                    f"with broadcast_buffers=False it is not exchanged"
-                )
+        for place, component, owned in zip(places, self.spec.components, self._members, strict=True):
+            buffer = owned.tensor
+            check_form(owned.name, buffer, component.shape, self.dtype, OPTION)
+            assert buffer is not None, "it was checked"
             yield place.view(component.shape), buffer
 
 
@@ -317,21 +356,23 @@ def _alike(one: Tensor, other: Tensor) -> bool:
         return False
     if _is_large(one) and one.device.type == "cpu" and one.is_contiguous() and other.is_contiguous():
         return _same_bytes(bind(one, writes=False).data, bind(other, writes=False).data)
-    bits = _BITS.get(one.element_size(), torch.uint8)
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-        bits = _BITS[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+    one, other = as_bits(one), as_bits(other)
+    return torch.equal(one, other)
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor | None:
     """Return, on the device, whether two tensors of one shape have different bits. None if they cannot be compared."""
     if one.dtype != other.dtype or one.device != other.device:
         return None
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    bits = _BITS.get(one.element_size(), torch.uint8)
-    return (one.view(bits) != other.view(bits)).any()
+    return (as_bits(one) != as_bits(other)).any()
+
+
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return integers of the same bits as the elements of a tensor, of complex ones as their parts."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS.get(tensor.element_size(), torch.uint8))
 
 
 def _same_bytes(one: Bytes, other: Bytes) -> bool:
@@ -346,27 +387,32 @@ def _same_bytes(one: Bytes, other: Bytes) -> bool:
     return True
 
 
-def buffer_buckets(module: nn.Module, ignored: Collection[str] = ()) -> list[BufferBucket]:
-    """Pack the module's buffers, but for those with ``ignored`` names.
-
-    A bucket travels if anything in it has changed. So buffers that are likely to change together share one: the small
-    buffers of one element type and device of all modules of one class. A large buffer has a bucket of its own.
-    """
-    groups: dict[tuple[torch.dtype, torch.device, str], list[str]] = {}
-    for name, buffer in module.named_buffers():
-        if buffer.numel() and name not in ignored:
-            owner = type(module.get_submodule(name.rpartition(".")[0]))
-            together = f"buffer {name}" if _is_large(buffer) else f"{owner.__module__}.{owner.__qualname__}"
-            groups.setdefault((buffer.dtype, buffer.device, together), []).append(name)
-    devices = list(dict.fromkeys(device for _, device, _ in groups))
+def buffer_buckets(exchanged: Sequence[tuple[Owned, Tensor]]) -> list[BufferBucket]:
+    """Pack the buffers that are ``exchanged``, each with its value."""
+    groups = buffers_together(exchanged)
+    devices = list(dict.fromkeys(members[0][1].device for members in groups))
     count: Counter[str] = Counter()
     buckets = []
-    for (dtype, device, _), names in groups.items():
-        number = devices.index(device)
-        key = f"buffers.{str(dtype).removeprefix('torch.')}" + (f".device{number}" if number else "")
-        buckets.append(BufferBucket(f"{key}.{count[key]}" if count[key] else key, module, names))
+    for members in groups:
+        like = members[0][1]
+        number = devices.index(like.device)
+        key = f"{BUFFERS_KEY}.{str(like.dtype).removeprefix('torch.')}" + (f".device{number}" if number else "")
+        buckets.append(BufferBucket(f"{key}.{count[key]}" if count[key] else key, members))
         count[key] += 1
     return buckets
+
+
+def buffers_together(exchanged: Sequence[tuple[Owned, Tensor]]) -> list[list[tuple[Owned, Tensor]]]:
+    """Group buffers that are likely to change together, as a bucket travels if anything in it has changed.
+
+    These are the small buffers of one element type and device of all modules of one class. A large buffer is alone.
+    """
+    groups: dict[tuple[torch.dtype, torch.device, str], list[tuple[Owned, Tensor]]] = {}
+    for owned, buffer in exchanged:
+        kind = type(owned.owner)
+        together = f"buffer {owned.name}" if _is_large(buffer) else f"{kind.__module__}.{kind.__qualname__}"
+        groups.setdefault((buffer.dtype, buffer.device, together), []).append((owned, buffer))
+    return list(groups.values())
 
 
 def sender_spec() -> Bucket:

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.norms import check_limit
-from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_joined_weights, check_same_tensors
+from gradserver.worker.torch_ddp.alike import broadcast_tensors, check_same_tensors
 from gradserver.worker.torch_ddp.backward import Backward
 from gradserver.worker.torch_ddp.clipping import WithNorms
 from gradserver.worker.torch_ddp.grouping import described
+from gradserver.worker.torch_ddp.joining import GivenGradients, check_alike
 from gradserver.worker.torch_ddp.pacing import Balance, Pacing, pacing_of
 from gradserver.worker.torch_ddp.rounds import Options, Rounds
-from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once
+from gradserver.worker.torch_ddp.stepping import Stepper, noting_steps, step_once, steppers
+from gradserver.worker.torch_ddp.torch_names import LikeTorch, TorchOptions, check_join, check_keywords
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 from gradserver.worker.torch_ddp.wrapping import checked_worker, ignored_names, tensors_in
 
 
-class DistributedDataParallel(WithNorms, WrappedModule):
+class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
     """Wrapper of a module: ``backward()`` returns with the replicas' averaged gradients in every ``.grad``.
 
     For example:
@@ -85,7 +89,8 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         broadcast_buffers: true to keep buffers alike. After each exchange, all have those of the lowest rank that
             took part with a batch. A buffer that has not changed does not travel. If false, buffers are never
             exchanged.
-        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay local to each worker. Buffers
+        buffers_to_ignore: names of buffers, as in ``module.named_buffers()``, that stay local to each worker. They may
+            be None yet. Buffers
             and parameters in the module's ``_ddp_params_and_buffers_to_ignore``, which torch's wrapper reads, stay
             local too.
         exchange_in_eval: true to exchange in eval mode, too. If false, a backward in eval mode leaves its gradients
@@ -100,6 +105,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         device_ids: known from torch's wrapper, and not needed. It may name only the module's own device.
         output_device: known from torch's wrapper, and not needed, too.
         process_group: known from torch's wrapper, and refused: the group is the worker's.
+        **of_torch: further options of torch's wrapper. Values that would do something there are refused.
         wire: formats of single buckets, by key: ``{"embedding": "topk:0.01", "block.0": "fp32"}``. The others travel
             in the format given to `gradserver.connect`. Keys are those of ``plan``.
         cadence: True, or `gradserver.CadenceOptions`, for unequal workers: the faster, the more batches between two
@@ -127,18 +133,19 @@ class DistributedDataParallel(WithNorms, WrappedModule):
     of_the_connection = ("worker", "_rounds", "_backward")
     _rounds: Rounds
 
+    @names_keywords
     def __init__(
         self,
         module: nn.Module,
         worker: Worker | None = None,
         *,
         blocks: Iterable[nn.Module] | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = 25.0,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         delay_all_reduce: bool = False,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         buffers_to_ignore: Iterable[str] = (),
         exchange_in_eval: bool = True,
         accumulation: Literal["sum", "mean"] = "sum",
@@ -152,8 +159,12 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         process_group: object | None = None,
+        **of_torch: Unpack[TorchOptions],
     ) -> None:
         super().__init__()
+        check_keywords(of_torch)
+        bucket_cap_mb = 25.0 if bucket_cap_mb is None else bucket_cap_mb  # None is torch's default
+        broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         worker = checked_worker(module, worker, device_ids, output_device, process_group)
         if accumulation not in ("sum", "mean"):
             raise InvalidArgumentError(f"accumulation is 'sum' or 'mean', not {accumulation!r}")
@@ -174,6 +185,7 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         )
         self.module = module
         self.worker = worker
+        self._ignored, self._bucket_cap_mb = options.ignored, bucket_cap_mb
         self._rounds = Rounds(module, worker, options, blocks, bucket_cap_mb)
         self._backward = Backward(module, worker, options, self._rounds)
         self._backward.owner = weakref.ref(self)
@@ -195,17 +207,23 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         Raises:
             OutOfStepError: an exchange, or a backward in the midst of one, failed before. This is raised in training
                 mode only, so that evaluation continues.
+            UsageError: the module has not the parameters that it was wrapped with, or a buffer has come since. Another
+                shape or type of a buffer is a SizeMismatchError or a DTypeError. In eval mode ``backward()`` raises the
+                former.
         """
         backward: Backward | None = self.__dict__.get("_backward")
         if backward is None or not torch.is_grad_enabled() or not backward.exchanges:
             return self.module(*args, **kwargs)
         if self.training:
-            backward.check()
+            backward.check(self.module)
         self._rounds.before_forward()
         if self.training:
             self.worker.boundary()
         backward.armed = True
         output = self.module(*args, **kwargs)
+        self._rounds.after_forward()
+        if self.training:  # a forward may make parameters
+            backward.composition.check_members(self.module)
         backward.watch(tensors_in(output))
         return output
 
@@ -215,18 +233,6 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         if (backward := self.__dict__.get("_backward")) is not None:
             backward.training = mode
         return self
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients of the backwards inside in ``.grad``. They become part of the next exchange outside.
-
-        Only the place of ``backward()`` counts. The forward may be inside or outside.
-        """
-        before, self._backward.syncs = self._backward.syncs, False
-        try:
-            yield
-        finally:
-            self._backward.syncs = before
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradients, from the next backward on. With ``balance`` it is known.
@@ -241,7 +247,14 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         self._rounds.weight = check_weight(weight)
 
     @contextmanager
-    def join(self, step: Stepper | Sequence[Stepper] | None = None) -> Iterator[None]:
+    def join(
+        self,
+        step: Stepper | Sequence[Stepper] | None = None,
+        *,
+        enable: bool = True,
+        divide_by_initial_world_size: bool = False,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
         """Train with a different number of batches on each worker.
 
         Wrap the loop over the batches in this block, on every worker.
@@ -254,25 +267,45 @@ class DistributedDataParallel(WithNorms, WrappedModule):
         Args:
             step: what the loop does to the weights after each backward (outside of `no_sync`). It is an optimizer, a
                 function that steps optimizers and schedulers, or several of these. The default is the optimizers that
-                have stepped this module's parameters in the loop, or in that of an earlier block. The workers' weights
-                are then compared at the end, as the loop may have done more.
+                have stepped this module's parameters in the loop, or in that of an earlier block. A loop that clips,
+                unscales, or changes weights or an average of them, needs a function that does all of this. At the end
+                of the block, weights and optimizers are compared.
+            enable: False to do nothing, as with torch's wrapper: all workers have equally many batches.
+            divide_by_initial_world_size: known from torch's wrapper, and refused: a mean is over workers with a batch.
+            throw_on_early_termination: known from torch's wrapper, and refused.
 
         Raises:
-            UsageError: there is no ``step``, and no optimizer has stepped in the loop.
-            DivergedError: there is no ``step``, and the loop changes weights by more than its optimizers.
+            UsageError: there is no ``step``, and no optimizer has stepped in the loop. Or the loop changes the averaged
+                gradients, and ``step`` does not.
+            DivergedError: the loop changes weights, or an optimizer, by more than ``step``.
         """
-        backward, learned = self._backward, self._backward.optimizers
-        backward.begin_block(learned if step is None else list(step) if isinstance(step, Sequence) else [step])
+        check_join(divide_by_initial_world_size, throw_on_early_termination)
+        if not enable:
+            yield
+            return
+        stepped: list[Stepper] = self._backward.optimizers
+        block = stepped if step is None else steppers(step)
+        if step is not None:
+            stepped = []
+        with self._following(block, stepped):
+            yield
+        check_alike(self.worker, self.module, self._ignored, stepped)
+
+    @contextmanager
+    def _following(self, block: Sequence[Stepper], stepped: list[Stepper]) -> Iterator[None]:
+        """Take part in the others' rounds behind the body. Add the optimizers that step to ``stepped``."""
+        backward = self._backward
+        backward.begin_block(block)
+        leaves_alone = self.worker.mode == "sync" and (not block or isinstance(block[0], Optimizer))
+        backward.given = GivenGradients() if leaves_alone else None
         try:
-            with noting_steps(self.module, learned) if step is None else nullcontext():
+            with noting_steps(self.module, stepped, None if backward.given is None else backward.given.check):
                 yield
-            while not backward.ended and backward.shadow():
-                for one in backward.steps():
-                    step_once(one)
+                while not backward.ended and backward.shadow():
+                    for one in backward.steps():
+                        step_once(one)
         finally:
-            backward.block = None
-        if step is None:
-            check_joined_weights(self.worker, self.module)
+            backward.block = backward.given = None
 
     def abandon_round(self) -> None:
         """Complete the open round without a backward, or without the rest of one that failed.

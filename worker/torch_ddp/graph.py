@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from gradserver.protocol.errors import UsageError
 from gradserver.worker.torch_ddp.buckets import Slot
+from gradserver.worker.torch_ddp.hooks import Arrivals
 from gradserver.worker.torch_ddp.rounds import Options
 
 MAX_NAMED: Final = 8
@@ -18,36 +20,38 @@ class Graph:
 
     Args:
         options: what the user has said of them.
-        slots: all parameters that are exchanged.
+        arrivals: the gradients of each bucket that have become ready.
 
     Attributes:
         learned: whether a first backward has shown them, with a static graph.
     """
 
-    def __init__(self, options: Options, slots: Sequence[Slot]) -> None:
+    def __init__(self, options: Options, arrivals: Sequence[Arrivals]) -> None:
         self.learned = self._warned = False
         self._options = options
-        self._slots = slots
+        self._arrivals = arrivals
 
     def check(self) -> None:
         """Check a whole backward. The first one with a static graph is what later ones are compared with."""
         if not self._options.static_graph:
             self.check_all_touched()
-        elif not self.learned:
-            for slot in self._slots:
-                slot.expected = slot.fired
-            self.learned = True
-        else:
-            changed = next((slot for slot in self._slots if slot.fired != slot.expected), None)
-            if changed is not None:
-                raise self._changed(changed)
+            return
+        for arrivals in self._arrivals:
+            counts = Counter(arrivals.ready)
+            for slot in arrivals.bucket.slots:
+                if not self.learned:
+                    slot.expected = counts[slot]
+                elif counts[slot] != slot.expected:
+                    raise self._changed(slot, counts[slot])
+        self.learned = True
 
-    def check_often(self, slot: Slot) -> None:
-        """Check a gradient that has become ready: UsageError if that is once too often."""
-        if slot.fired <= slot.expected:
+    def check_often(self, arrivals: Arrivals) -> None:
+        """Check gradients that have become ready: UsageError if that was once too often."""
+        slot = arrivals.once_too_often()
+        if slot is None:
             return
         if self._options.static_graph:
-            raise self._changed(slot)
+            raise self._changed(slot, arrivals.ready.count(slot))
         raise UsageError(
             f"the gradient of {slot.name!r} became ready a second time in one backward, as it does when a "
             f"re-entrant checkpoint holds a part that is used twice: pass static_graph=True (or "
@@ -58,12 +62,13 @@ class Graph:
         """Check that every parameter has got a gradient since the last exchange, unless some may be unused."""
         if self._options.tracks_used:
             return
-        unused = [slot.name for slot in self._slots if not slot.touched]
+        unused = [slot.name for arrivals in self._arrivals for slot in arrivals.untouched()]
         if unused:
             more = f" and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
+            count = sum(len(arrivals.bucket.slots) for arrivals in self._arrivals)
             raise UsageError(
                 f"no gradient came for {', '.join(map(repr, unused[:MAX_NAMED]))}{more} of "
-                f"{len(self._slots)} parameters, so the buckets that they belong to were not pushed. If the loss "
+                f"{count} parameters, so the buckets that they belong to were not pushed. If the loss "
                 f"does not always depend on them, pass find_unused_parameters=True (or static_graph=True, if it is "
                 f"the same ones in every step)"
             )
@@ -78,9 +83,9 @@ class Graph:
                 stacklevel=3,
             )
 
-    def _changed(self, slot: Slot) -> UsageError:
+    def _changed(self, slot: Slot, count: int) -> UsageError:
         return UsageError(
-            f"static_graph=True, but the graph changed: the gradient of {slot.name!r} became ready {slot.fired} times "
+            f"static_graph=True, but the graph changed: the gradient of {slot.name!r} became ready {count} times "
             f"in this backward, and {slot.expected} times in the first. If the loss does not always depend on the same "
             f"parameters, pass find_unused_parameters=True instead"
         )

@@ -101,7 +101,7 @@ class _Roles:
         known = {id(part) for part in paths.values()}
         for number, block in enumerate(blocks):
             if id(block) not in known:
-                raise InvalidArgumentError(f"block {number} ({type(block).__name__}) is no part of the module")
+                raise InvalidArgumentError(f"block {number} ({type(block).__name__}) is not a part of the module")
         self._paths = paths
         self._position = {path: position for position, path in enumerate(paths)}
         self._first_block = min((self._position[path] for path in homes), default=len(paths))
@@ -156,9 +156,9 @@ def _runs(named: Sequence[tuple[str, nn.Parameter]], cap_mb: float) -> list[tupl
         if not runs or size > room:
             runs.append([])
             room = cap_mb * MIB
-        runs[-1].insert(0, (name, parameter))
+        runs[-1].append((name, parameter))
         room -= size
-    return [tuple(run) for run in runs]
+    return [tuple(reversed(run)) for run in runs]
 
 
 def _split(group: Group) -> list[Group]:

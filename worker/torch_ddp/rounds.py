@@ -18,11 +18,14 @@ from gradserver.worker.client import Worker
 from gradserver.worker.planes.plane import Outcome, Plane
 from gradserver.worker.planes.staging import Staging
 from gradserver.worker.torch_ddp.buckets import (
+    OPTION,
     BufferBucket,
     FlatBucket,
     GradientBucket,
     Slot,
+    bring,
     buffer_buckets,
+    hand_out,
     sender_spec,
     used_spec,
 )
@@ -31,6 +34,7 @@ from gradserver.worker.torch_ddp.flatten import local_mean
 from gradserver.worker.torch_ddp.grouping import group_parameters
 from gradserver.worker.torch_ddp.kept import KeptGradients
 from gradserver.worker.torch_ddp.modes import Mode, Modes
+from gradserver.worker.torch_ddp.module_buffers import BufferWatch, check_parameters, exchanged_buffers
 from gradserver.worker.torch_ddp.pacing import Pacing
 
 _NO_SAMPLES: Final = 1e-300
@@ -101,8 +105,11 @@ class Rounds:
         self._worker = worker
         self._options = options
         groups = group_parameters(module, blocks, bucket_cap_mb, options.ignored)
+        check_parameters(module, options.ignored)
         self.gradients = [GradientBucket(group) for group in groups]
-        self.buffers = buffer_buckets(module, options.ignored) if options.broadcast_buffers else []
+        exchanged = exchanged_buffers(module, options.ignored) if options.broadcast_buffers else []
+        self.buffers = buffer_buckets(exchanged)
+        self._watch = BufferWatch(module, exchanged, options.ignored, OPTION) if options.broadcast_buffers else None
         self.slots = [slot for bucket in self.gradients for slot in bucket.slots]
         buckets: list[FlatBucket] = [*self.gradients, *self.buffers]
         specs = [bucket.spec for bucket in self.gradients]
@@ -123,7 +130,7 @@ class Rounds:
         self._sender = self._plane.new_memory(1, torch.int32, torch.device("cpu"))
         self._saved: dict[int, Tensor] = {}
         """Contents of buckets before this worker put its buffers there, in this round, by their index."""
-        self._adopted = False
+        self._adopted = self._has_forwarded = False
         self._used = self._plane.new_memory(len(self.slots), torch.uint8, torch.device("cpu"))
         self._pace = self._plane.new_memory(
             0 if self.pacing is None else self.pacing.spec.numel, torch.float64, torch.device("cpu")
@@ -141,6 +148,8 @@ class Rounds:
         self._clipped: dict[int, bool] = {}
         """Buckets that have what this worker gives, clipped, and if they have any."""
         self._unpushed: set[int] = set()
+        self._brought: list[set[Slot]] = []
+        """Slots of each bucket with gradients that were brought as they became ready."""
         self._round_weight: float | None = None
         self._leaves = self._abandoned = False
         self._count = 1
@@ -169,6 +178,7 @@ class Rounds:
             leaves: this worker has no more batches: it takes part with weight 0.
         """
         self._unpushed = set(range(len(self.gradients)))
+        self._brought = [set() for _ in self.gradients]
         self._round_weight = None
         self._abandoned = False
         self.adopt_buffers()
@@ -187,10 +197,22 @@ class Rounds:
 
     def before_forward(self) -> None:
         """Prepare for a forward, in the thread that will call ``backward()``."""
+        self.check_buffers()
         self._plane.before_forward()
         self.adopt_buffers()
         if self.pacing is not None:
             self.pacing.begin()
+
+    def check_buffers(self) -> None:
+        """Raise UsageError or SizeMismatchError, with its name, for a buffer that would not be exchanged."""
+        if self._watch is not None:
+            self._watch.check()
+
+    def after_forward(self) -> None:
+        """Check the buffers behind the first forward, which may make some: before anything is exchanged."""
+        if not self._has_forwarded:
+            self.check_buffers()
+            self._has_forwarded = True
 
     def adopt_buffers(self) -> None:
         """Take the buffers, as they are now, for those that all members have, before the first round."""
@@ -217,7 +239,8 @@ class Rounds:
     def take(self, index: int, slot: Slot) -> None:
         """Bring a gradient of bucket ``index``, which is ready, into the bucket."""
         if self._factor is None:
-            slot.take(self._options.gradient_as_bucket_view)
+            bring((slot,), self._options.gradient_as_bucket_view)
+            self._brought[index].add(slot)
         else:
             slot.scale(self._factor)
         self._plane.note_writer(index, self.gradients[index].device)
@@ -233,20 +256,16 @@ class Rounds:
                 present = present and bucket.scale(factor)
                 kept = KeptGradients(bucket, self._options.gradient_as_bucket_view, partial(self.new_memory, bucket))
             elif present:
-                present = self._clipped.pop(index) if index in self._clipped else self._take_all(bucket)
+                present = self._clipped.pop(index) if index in self._clipped else self._take_all(index, bucket)
             self._plane.push(index, bucket.flat, weight, present, kept)
             self._unpushed.discard(index)
 
-    def _take_all(self, bucket: GradientBucket) -> bool:
-        """Bring gradients into the bucket as they are. Return whether there are any.
-
-        What became ready in this backward was taken then; every other slot is brought up to date here.
-        """
-        as_view = self._options.gradient_as_bucket_view
-        have = [(slot.fired > 0 and self._factor is None) or slot.take(as_view) for slot in bucket.slots]
+    def _take_all(self, index: int, bucket: GradientBucket) -> bool:
+        """Bring the gradients that were not brought into the bucket as they are. Return whether it has any."""
+        has = bucket.take(self._options.gradient_as_bucket_view, self._brought[index])
         if self._is_mean:
             local_mean(bucket.flat, max(self._count, 1))
-        return any(have)
+        return has
 
     def abandon(self) -> None:
         """Give no more gradients in this round. What was pushed of it counts."""
@@ -285,7 +304,7 @@ class Rounds:
 
     def _clip_own(self, limit: float) -> None:
         """Clip what this worker gives, by its norm over all buckets."""
-        self._clipped = {index: self._take_all(bucket) for index, bucket in enumerate(self.gradients)}
+        self._clipped = {index: self._take_all(index, bucket) for index, bucket in enumerate(self.gradients)}
         self.own_norm = clip_own([bucket.flat for bucket in self.gradients], limit, self._worker.damping)
 
     def _open(self) -> float:
@@ -365,11 +384,11 @@ class Rounds:
         self._hand_out_buffers(handles)
         # Where no member has a gradient none gets one, not even zeros: optimizers tell these from none.
         used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
-        for slot, anybody in zip(self.slots, used, strict=True):
-            if anybody and not self.skipped:
-                slot.give(self._options.gradient_as_bucket_view)
-            else:
+        given = [slot for slot, anybody in zip(self.slots, used, strict=True) if anybody and not self.skipped]
+        if len(given) < len(self.slots):
+            for slot in set(self.slots).difference(given):
                 slot.parameter.grad = None
+        hand_out(given, self._options.gradient_as_bucket_view)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,20 +22,40 @@ Stepper: TypeAlias = Callable[[], object] | Optimizer
 """An optimizer, or a function that steps one."""
 
 
+class _Block(NamedTuple):
+    """A block: the ids of a module's parameters, the optimizers that have stepped any, and a check before they do."""
+
+    parameters: frozenset[int]
+    noted: list[Stepper]
+    check: Callable[[Optimizer], object] | None
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` steps any of the parameters."""
+        return any(id(one) in self.parameters for group in optimizer.param_groups for one in group["params"])
+
+
 class _Blocks(threading.local):
-    """The blocks that this thread is in: the ids of a module's parameters, and the optimizers that have stepped any."""
+    """The blocks that this thread is in."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[frozenset[int], list[Stepper]]] = []
+        self.open: list[_Block] = []
 
 
 _blocks = _Blocks()
 
 
 @contextmanager
-def noting_steps(module: nn.Module, noted: list[Stepper]) -> Iterator[None]:
-    """Add to ``noted`` the optimizers that step parameters of ``module`` in the body, in this thread."""
-    _blocks.open.append((frozenset(map(id, module.parameters())), noted))
+def noting_steps(
+    module: nn.Module, noted: list[Stepper], check: Callable[[Optimizer], object] | None = None
+) -> Iterator[None]:
+    """Add to ``noted`` the optimizers that step parameters of ``module`` in the body, in this thread.
+
+    Args:
+        module: the module.
+        noted: gets the optimizers.
+        check: function that is called with an optimizer before each of these steps.
+    """
+    _blocks.open.append(_Block(frozenset(map(id, module.parameters())), noted, check))
     try:
         yield
     finally:
@@ -48,6 +68,18 @@ def step_once(stepper: Stepper) -> None:
         stepper.step()
     else:
         stepper()
+
+
+def steppers(step: object) -> list[Stepper]:
+    """Return what an argument of `DistributedDataParallel.join` names; TypeError if that cannot step."""
+    found: list[Any] = list(step) if isinstance(step, Sequence) else [step]
+    for one in found:
+        if not isinstance(one, Optimizer) and not callable(one):
+            raise TypeError(
+                f"model.join takes what the loop does after each backward, an optimizer, a function, or several of "
+                f"these, and not {one!r:.80}"
+            )
+    return found
 
 
 def checked_steps(block: Sequence[Stepper] | None, mode: str) -> Sequence[Stepper]:
@@ -106,15 +138,17 @@ def _watchers(optimizer: Optimizer) -> Iterator[Watcher]:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     for watcher in _watchers(optimizer):
         watcher.stepping()
+    for block in _blocks.open:
+        if block.check is not None and block.steps(optimizer):
+            block.check(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for watcher in _watchers(optimizer):
         watcher.stepped()
-    for own, noted in _blocks.open:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if optimizer not in noted and any(id(parameter) in own for parameter in parameters):
-            noted.append(optimizer)
+    for block in _blocks.open:
+        if optimizer not in block.noted and block.steps(optimizer):
+            block.noted.append(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -1,37 +1,24 @@
-"""Checks that a script leaves parameters alone: frozen ones, and those that a first backward goes through."""
+"""The check that a script leaves parameters alone while a first backward goes through them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import nn
 
 from gradserver.protocol.errors import UsageError
 from gradserver.worker.torch_ddp.buckets import Slot
 
 
 class Untouched:
-    """The parameters of a module, as they were when it was wrapped, and in the first backward that exchanges.
+    """The parameters of a module, as they were in the first backward that exchanges.
 
     Args:
-        module: the module.
         slots: the parameters that are exchanged.
     """
 
-    def __init__(self, module: nn.Module, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._versions: dict[str, int] | None = {}
         """Versions of the parameters when the first backward begins; None when it is over."""
-
-    def check_frozen(self) -> None:
-        """Raise UsageError if a parameter was thawed: it is in no bucket."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the module was wrapped and requires a gradient now, which "
-                    f"would not be exchanged: wrap the module again after unfreezing it"
-                )
 
     def begin(self) -> None:
         """Note the versions of the parameters, in the first backward."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from gradserver.protocol.errors import DTypeError, InvalidArgumentError, LayoutError, UsageError
 from gradserver.worker.client import Worker
+from gradserver.worker.torch_ddp.module_buffers import names_of_buffers
 from gradserver.worker.torch_ddp.wrapped import WrappedModule
 
 
@@ -65,11 +66,16 @@ def _device(device: int | str | torch.device) -> torch.device:
 
 def ignored_names(module: nn.Module, buffers: Iterable[str]) -> frozenset[str]:
     """Return the names of the parameters and buffers that are not exchanged."""
-    known, named = [name for name, _ in module.named_buffers(remove_duplicate=False)], frozenset(buffers)
+    known, named = names_of_buffers(module), frozenset(buffers)
     for name in sorted(named.difference(known)):
         have = f"its buffers are {', '.join(map(repr, known[:16]))}" if known else "it has no buffers"
-        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is no buffer of this module: {have}")
+        raise InvalidArgumentError(f"buffers_to_ignore names {name!r}, which is not a buffer of this module: {have}")
     return named.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _called(path: str) -> str:
+    """Return a module by its path, which the wrapped one itself has not."""
+    return f"module {path!r}" if path else "the module"
 
 
 def check_module(module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -79,12 +85,12 @@ def check_module(module: nn.Module, ignored: Collection[str] = ()) -> None:
         trained = any(parameter.requires_grad and name not in ignored for name, parameter in own)
         if trained and getattr(part, "sparse", False) is True:
             raise LayoutError(
-                f"module {path!r} is an {type(part).__name__} with sparse=True, and only dense gradients travel: "
+                f"{_called(path)} is an {type(part).__name__} with sparse=True, and only dense gradients travel: "
                 f"build it with sparse=False"
             )
         if isinstance(part, nn.SyncBatchNorm):
             raise InvalidArgumentError(
-                f"module {path!r} is a torch.nn.SyncBatchNorm, which needs a process group of torch.distributed: "
+                f"{_called(path)} is a torch.nn.SyncBatchNorm, which needs a process group of torch.distributed: "
                 f"before wrapping call module = gradserver.convert_sync_batchnorm(module, worker)"
             )
     for name, parameter in module.named_parameters():

@@ -75,5 +75,5 @@ class _Listener:
 def out_before_entry(welcome: Welcome, error: GradServerError) -> LeftOutError:
     """Return the error for a worker that does not contribute yet: it has nothing that others need, and joins anew."""
     name = welcome.names[welcome.rank]
-    what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to do so again"
+    what = f"this worker, {name!r}, was about to join group {welcome.group!r}, and has to connect again for that"
     return LeftOutError(f"{what}: {error.message}", worker=name, rank=welcome.rank)

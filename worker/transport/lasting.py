@@ -177,6 +177,10 @@ class LastingBranch:
     def stopped(self, error: CoordinatorStoppedError) -> None:
         """Do nothing: the parent hears the same."""
 
+    def make_anew(self, error: GradServerError) -> None:
+        """Have the parent make its connections anew."""
+        self._trunk.make_anew(error)
+
     def close(self) -> None:
         """Send and take nothing any more. The parent stays as it is."""
         with self._lock:

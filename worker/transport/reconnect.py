@@ -3,13 +3,16 @@
     state     event                                   next      what happens
     ────────  ──────────────────────────────────────  ────────  ─────────────────────────────────────────────────────
     UP        the connection breaks                   DOWN      nothing fails; waits go on, and their clocks stop
-    UP        … of a worker that is about to join     CLOSED    LeftOutError: it has nothing that others may need
+    UP        … of a worker that is about to join     DOWN      the same
+    UP        … and trains with the state already     CLOSED    LeftOutError: it has nothing that others may need
+    UP        LeftOutError to one that does not yet   DOWN      the group recovers, and it joins anew
     UP        the coordinator says that it stops      DOWN      another one may take its place
     UP        any other Failure of the connection     CLOSED    everything open fails with it
     UP        a message violates the protocol         DOWN      it may have been made wrong once
     any       … again, in the same round              CLOSED    ProtocolError: it would come for ever
     DOWN      each 50 ms; 0.4 s if none answers       DOWN      it tries to connect; each 5 s the log says so
     DOWN      a connection stands                     RESUMING  Resume
+    DOWN      … of a worker that is about to join     UP        it joins anew (`gradserver.worker.transport.rejoining`)
     DOWN      patience is over                        CLOSED    ConnectionLostError: how long, and what was tried
     RESUMING  Resumed                                 RESUMING  memory is shared again; Holding
     RESUMING  Standing                                UP        what has no result is sent again
@@ -44,6 +47,8 @@ from gradserver.protocol.errors import (
     ConnectionLostError,
     CoordinatorUnreachableError,
     GradServerError,
+    LeftOutError,
+    PlanMismatchError,
     ProtocolError,
     reason_of,
 )
@@ -56,6 +61,7 @@ from gradserver.worker.interrupts import uninterrupted
 from gradserver.worker.member.regions import Regions
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.transport import rejoining
 from gradserver.worker.transport.beacon import Beacon
 from gradserver.worker.transport.farewell import out_before_entry
 from gradserver.worker.transport.lasting import ANSWER_SECONDS, LastingBranches
@@ -217,7 +223,7 @@ class ReconnectingChannel:
     def broke(self, channel: TcpChannel, error: GradServerError) -> None:
         """Handle the end of ``channel``."""
         session = self._session
-        goes_on = False
+        goes_on = joins_anew = False
         with self._lock:
             is_trying = channel is self._trying
             is_mine = is_trying or (self._up.is_set() and channel is self._channel)
@@ -227,7 +233,13 @@ class ReconnectingChannel:
                 self._failed = error
             else:
                 self._up.clear()
-                if not session.member.is_inside:
+                if session.may_join_anew and self._patience > 0:
+                    self._clock.stop()
+                    session.learner.begin_anew()  # a state that is here is of no use any more
+                    goes_on = joins_anew = True
+                    log.warning("%s; this worker was about to join, and joins again when it is back", error.message)
+                    self._news.set()
+                elif not session.member.is_inside:
                     error = out_before_entry(session.membership, error)
                 elif not self._is_garbled_again(error):
                     self._clock.stop()
@@ -236,7 +248,7 @@ class ReconnectingChannel:
                     goes_on = True
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
-        if is_trying:
+        if is_trying or joins_anew:  # `connect` may wait for an answer yet
             self.resumption.interrupt(error)
         elif goes_on:
             self.carried.interrupt(error)
@@ -285,13 +297,19 @@ class ReconnectingChannel:
         memory, beacon = old.detach_memory(), old.detach_beacon()
         old.close()  # from now on nothing arrives, and what this member holds does not change
         session.subgroups.lose_passing(ConnectionLostError(f"lost the coordinator at {old.url}"))
+        reason: GradServerError
         while not self._closing.is_set():
             tried += 1
             try:
                 reach(old.url, _REACH_SECONDS)
                 pause = min(2 * pause, _MOST_RETRY_SECONDS)
-                self._resume(memory, beacon, since)
+                come_back = self._join_anew if session.may_join_anew else self._resume
+                come_back(memory, beacon, since)
                 return
+            except (LeftOutError, PlanMismatchError) as error:
+                reason = error
+                if not session.may_join_anew or isinstance(error, PlanMismatchError):
+                    session.lost(error)
             except GradServerError as error:
                 reason = error
                 if self._is_garbled_again(error):
@@ -321,20 +339,60 @@ class ReconnectingChannel:
     def _resume(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
         """Try once to resume on a new connection. Raises the reason for which it failed."""
         resumption = self.resumption
+        channel = self._try(beacon)
+        resuming = resumption.resume(channel)
+        self._introduced = True  # and not before: a connection that says something else first is turned away
+        channel.ask()
+        self._check_trying()
+        resumed: Resumed = resuming.wait(ANSWER_SECONDS)
+        self._go_by(channel, memory, resumption.recovery.generation)
+        standing = resumption.restate(channel)
+        self._check_trying()  # if it broke before there was a handle, the handle does not hear of it
+        again: int = standing.wait(self._session.timeout + VERDICT_SECONDS)
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            self._trying = None
+            self._up.set()
+        log.warning(  # as the lines about the wait, which this one ends
+            "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
+            *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),
+        )
+
+    def _join_anew(self, memory: SharedMemory | None, beacon: Beacon | None, since: float) -> None:
+        """Try once to join anew on a new connection. Raises the reason for which it failed."""
+        session = self._session
+        channel = self._try(beacon)
+        rejoining.let_in(session, channel, since + self._patience - time.monotonic(), self._check_trying)
+        self._shards = session.membership.shards
+        self._go_by(channel, memory, 0)
+        rejoining.agree_again(session, channel, self._check_trying)
+        with self._lock:  # what callers say meanwhile waits, and is said behind it
+            if self._failed is not None:
+                raise self._failed
+            rejoining.ask_again(session, channel)
+            self._trying = None
+            self._up.set()
+        self._clock.go()
+        here = session.membership
+        what = "the coordinator at %s is back after %.1f s; %r joins group %r again, as rank %d"
+        log.info(what, channel.url, time.monotonic() - since, here.names[here.rank], here.group, here.rank)
+
+    def _try(self, beacon: Beacon | None) -> TcpChannel:
+        """Return a new connection, on which nothing is said yet."""
         channel = TcpChannel(self._channel.url, _REACH_SECONDS)
         with self._lock:
             self._trying, self._failed, self._introduced = channel, None, False
         self._check_trying()
         channel.attach_beacon(beacon)
         channel.attach(ConnectionReceiver(self, channel, self._session))
-        resuming = resumption.resume(channel)
-        self._introduced = True  # and not before: a connection that says something else first is turned away
-        channel.ask()
-        self._check_trying()
-        resumed: Resumed = resuming.wait(ANSWER_SECONDS)
+        return channel
+
+    def _go_by(self, channel: TcpChannel, memory: SharedMemory | None, generation: int) -> None:
+        """Attend the data shards in a recovery, or in none, and share memory again. All goes by ``channel`` then."""
         for number, url in enumerate(self._shards, 1):
             channel.add(url, ShardReceiver(self._session, number), _REACH_SECONDS)
-            attending = self._session.attend(number, ANSWER_SECONDS, channel, resumption.recovery.generation)
+            attending = self._session.attend(number, ANSWER_SECONDS, channel, generation)
             self._check_trying()
             attending.wait(ANSWER_SECONDS)
         if memory is not None:
@@ -347,18 +405,6 @@ class ReconnectingChannel:
             self._channel = channel
             self._generation += 1
         channel.watch(self._has_enough)
-        standing = resumption.restate(channel)
-        self._check_trying()  # if it broke before there was a handle, the handle does not hear of it
-        again: int = standing.wait(self._session.timeout + VERDICT_SECONDS)
-        with self._lock:
-            if self._failed is not None:
-                raise self._failed
-            self._trying = None
-            self._up.set()
-        log.info(
-            "the coordinator at %s is back after %.1f s (incarnation %d); round %d goes on: %d slices are sent again",
-            *(channel.url, time.monotonic() - since, resumed.incarnation, self._session.round, again),
-        )
 
     def _check_trying(self) -> None:
         """Raise the error of the connection through which this worker is resuming, if it broke or is closed."""

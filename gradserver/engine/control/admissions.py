@@ -9,18 +9,23 @@ from gradserver.engine.control import evicted
 from gradserver.engine.control.donations import check_attempts, check_can_serve
 from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.group.learners import Learner
+from gradserver.engine.control.joining import waits_for_end
 from gradserver.engine.effects import Effects
 from gradserver.engine.identities import member_id_for, namesake
 from gradserver.protocol.errors import JoinTimeoutError
 
 
 def arrive(group: Group, applicant: Applicant, entropy: Callable[[], str], effects: Effects) -> None:
-    """Give a place to a worker that joins a group that has begun, or let it wait for one.
+    """Give a place to a worker that joins a group that has begun, or let it wait for one, or for the next group.
 
     Raises:
         UsageError: no member can send the state.
         JoinRefusedError: the others have waited for it in vain too often, or it was evicted not long ago.
     """
+    if waits_for_end(group, applicant.join.name):
+        group.learners.wait(applicant)
+        effects.log(f"group {group.name!r}: {applicant.join.name!r} waits: {_why_waits(group, applicant)}")
+        return
     for name in {applicant.join.name, _name_for(group, applicant.join.name)}:
         evicted.check_join(group, name, applicant.since)
     check_can_serve(group, applicant.join.name)
@@ -38,6 +43,8 @@ def can_admit(group: Group) -> bool:
 
 def _name_for(group: Group, wanted: str) -> str:
     """Return the name with which a worker called ``wanted`` may have a member id now; an empty one if there is none."""
+    if waits_for_end(group, wanted):
+        return ""
     taken, names = {*group.members.by_id, *group.learners.by_id}, group.members.identities.names
     if wanted not in {names[member_id] for member_id in taken}:
         return wanted if len(taken) < group.policy.maximum else ""
@@ -66,6 +73,10 @@ def admit_queued(group: Group, entropy: Callable[[], str], effects: Effects) -> 
 
 def _why_waits(group: Group, applicant: Applicant) -> str:
     taken = [*group.members.by_id, *group.learners.by_id]
+    if waits_for_end(group, applicant.join.name):
+        return f"it has left group {group.name!r}, and the next one begins when these have left, too: " + group.calls(
+            group.members.by_id
+        )
     if group.is_deserted:
         return f"the workers of group {group.name!r} may come back, {group.calls(group.members.by_id)}"
     same = [member_id for member_id in taken if group.members.identities.names[member_id] == applicant.join.name]

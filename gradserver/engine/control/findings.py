@@ -10,7 +10,8 @@ from typing import Final
 from gradserver.engine.control.quiet import Quiet
 from gradserver.engine.policy import OnNonFinite
 from gradserver.engine.records import RoundRecord
-from gradserver.protocol.plan import Plan
+from gradserver.protocol.advice import on_not_finite
+from gradserver.protocol.plan import Bucket, Plan
 
 _TOLD: Final = 4
 """Contributions that one warning names."""
@@ -45,7 +46,8 @@ class Findings:
         more = f" and {len(record.nonfinite) - _TOLD} more" if len(record.nonfinite) > _TOLD else ""
         becomes = "no worker applies it" if policy is OnNonFinite.SKIP else "left out of the mean"
         what = f"round {record.round} of group {group!r} has NaN or Inf from {', '.join(told)}{more}"
-        return f"{what}: {becomes}{since}. Look at that worker's data, loss and learning rate"
+        advice = on_not_finite((_bucket(plan, part), first) for _, part, _, first in record.nonfinite[:_TOLD])
+        return f"{what}: {becomes}{since}. {advice}"
 
     def describe(self, names: Sequence[str]) -> dict[str, object]:
         """The counts, as plain JSON values."""
@@ -55,11 +57,15 @@ class Findings:
         return {"rounds": self.rounds, "workers": dict(by_name)}
 
 
+def _bucket(plan: Plan | None, part: int) -> Bucket | None:
+    return None if plan is None or part >= len(plan.buckets) else plan.buckets[part]
+
+
 def _where(plan: Plan | None, part: int, first: int) -> str:
-    if plan is None or part >= len(plan.buckets):
+    bucket = _bucket(plan, part)
+    if bucket is None:
         return f"bucket {part}"
-    bucket = plan.buckets[part]
     if not 0 <= first < bucket.numel:
         return f"bucket {bucket.key!r}"
     near = ", or one beside it," if bucket.operation.is_lossy else ""
-    return f"parameter {bucket.component_at(first).name!r}{near} of bucket {bucket.key!r}"
+    return f"{bucket.tensor_at(first)}{near} of bucket {bucket.key!r}"

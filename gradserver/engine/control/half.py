@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from functools import partial
+from typing import cast
 
-from gradserver.engine.control import forming, journal, requests, restore, sessions, subgroups, watching
+from gradserver.engine.control import forming, journal, requests, restore, sessions, slow, subgroups, watching
 from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
@@ -24,7 +26,7 @@ from gradserver.protocol.errors import (
     ProtocolError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.limits import MAX_WORLD_SIZE
+from gradserver.protocol.limits import MAX_WORLD_SIZE, PROBE_GROUP
 from gradserver.protocol.messages import Enlist, Failure, Join, Leave, Message, Reported, Scope, Split
 from gradserver.protocol.messages.recovery import Resume
 
@@ -83,6 +85,7 @@ class Control:
                 group = forming.group_for(registry, message, effects)
                 registry.add(group)
                 self._happens(group, message, effects, connection)
+                registry.totals.came += message.group != PROBE_GROUP
             case Resume():
                 registry.check_free(connection)
                 group = sessions.check(registry.groups.get(message.group), message, registry.ended)
@@ -166,6 +169,7 @@ class Control:
                 if at <= now and not group.is_ended:
                     timer.fire(self._registry, group, effects)
                     self._follow(group, effects)
+        self._form_next(effects)
 
     # ── what follows ──────────────────────────────────────────────────────────────────────────────────
 
@@ -231,6 +235,7 @@ class Control:
         name = self._registry.places.pop(connection, None)
         if name is not None:
             self._happens(self.groups[name], how, effects, connection)
+            self._form_next(effects)
             return
         shard = self.roster.shards.pop(connection, None)
         if shard is None:
@@ -241,6 +246,21 @@ class Control:
             if connection in group.shards.connections:
                 self._happens(group, ShardLost(error), effects, connection)
         self._shard_enlisted(effects)  # there may be another one to take its place
+
+    def _form_next(self, effects: Effects) -> None:
+        """Have workers that had left a group before it ended form the next one."""
+        registry = self._registry
+        while registry.returning:
+            applicant = registry.returning.pop(0)
+            try:
+                group = forming.group_for(registry, applicant.join, effects)
+            except GradServerError as error:
+                effects.refuse(applicant.connection, error)
+                continue
+            registry.add(group)
+            forming.arrive(group, applicant, effects)
+            registry.places[applicant.connection] = group.name
+            self._follow(group, effects)
 
     def _shard_enlisted(self, effects: Effects) -> None:
         for group in list(self.groups.values()):
@@ -262,7 +282,17 @@ class Control:
 
     def snapshot(self, now: float) -> dict[str, dict[str, object]]:
         """The groups, as plain JSON values. Ages in seconds."""
-        return {name: group.describe(now) | watching.describe(group) for name, group in self.groups.items()}
+        return {name: self._describe(group, now) for name, group in self.groups.items()}
+
+    def _describe(self, group: Group, now: float) -> dict[str, object]:
+        described = group.describe(now)
+        members = cast(list[dict[str, object]], described["members"])
+        return described | watching.describe(group) | slow.describe(group, members)
+
+    def totals(self) -> dict[str, int]:
+        """Return the counts of what has happened since this coordinator began."""
+        open_rounds = sum(group.rounds.number for group in self.groups.values() if group.origin is None)
+        return asdict(self._registry.totals) | {"rounds": self._registry.totals.rounds + open_rounds}
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant does not hold."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from gradserver.engine.control.donations import lacks_donors
 from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.group.planes import Planes
+from gradserver.engine.control.journal import is_halt
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.planes import Candidate
 from gradserver.engine.control.registry import Registry
@@ -37,6 +39,10 @@ from gradserver.protocol.planes import AUTO
 
 _BESIDE_NAMES: Final = 2 * MAX_NAME_BYTES + MAX_TOKEN + MAX_SHARDS * (MAX_URL + 12) + MAX_PLANE_REASON + 16
 """Bytes of a Welcome that are not names, at most."""
+_REMEDY: Final = (
+    "Start them in time, with the same URL and group, or let all workers wait longer: connect(timeout=…), in seconds"
+)
+"""Advice about workers that have not come in time."""
 
 
 def new_group(registry: Registry, join: Join) -> Group:
@@ -83,8 +89,22 @@ def _suits(join: Join, policy: Policy) -> bool:
     return not join.world_size or policy.minimum <= join.world_size <= policy.maximum
 
 
+def waits_for_end(group: Group, name: str) -> bool:
+    """Tell whether ``name``, which has left the group, is to wait for the next one: this one ends when the rest leaves.
+
+    An elastic group is open to it as soon as it can get the state of a member.
+    """
+    if not group.begun or not group.members.has_left(name):
+        return False
+    if group.broken is not None:
+        return not is_halt(group.broken)
+    return group.policy.needs_all or group.plans.plan is None or lacks_donors(group)
+
+
 def check_applicant(group: Group, join: Join, now: float) -> None:
-    """Raise the error that keeps this applicant out, if there is one."""
+    """Raise the error that keeps this applicant out, if there is one. One that waits for the next group is let in."""
+    if waits_for_end(group, join.name):
+        return
     policy = group.policy
     most = policy.maximum
     each = 8  # msgpack's own bytes, and those of a member id, twice
@@ -103,16 +123,16 @@ def check_applicant(group: Group, join: Join, now: float) -> None:
             f"group {group.name!r} is {state} and {why}; {join.name!r} cannot be added. "
             f"A new group can form under this name when these have left: {group.calls(group.members.by_id)}"
         )
-    if join.rank >= group.members.world:
+    if join.rank >= most:
         raise InvalidRankError(
-            f"{join.name!r} wants rank {join.rank}, but the ranks of group {group.name!r} are 0 to "
-            f"{group.members.world - 1}"
+            f"{join.name!r} wants rank {join.rank}, but the ranks of group {group.name!r} are 0 to {most - 1}"
         )
     for applicant in group.applicants.waiting:
         if join.rank >= 0 and applicant.join.rank == join.rank:
             raise JoinRefusedError(
                 f"rank {join.rank} of group {group.name!r} is taken by {applicant.join.name!r}, "
-                f"which has waited for {now - applicant.since:.1f} s"
+                f"which has waited for {now - applicant.since:.1f} s: give each worker another rank (RANK, or rank= of "
+                f"connect), or none, so that the coordinator assigns them"
             )
     new = Candidate(join.name, join.offer)
     beside = group.case(())._replace(workers=group.candidates_beside(join.name))
@@ -136,7 +156,7 @@ def join_timeout(group: Group, applicant: Applicant) -> JoinTimeoutError:
         which = ", ".join(absent)
     return JoinTimeoutError(
         f"group {group.name!r} has {len(group.applicants.waiting)} of {group.members.world} workers after "
-        f"{applicant.join.timeout:g} s: {here} came; missing: {which}",
+        f"{applicant.join.timeout:g} s: {here} came; missing: {which}. {_REMEDY}",
         missing=tuple(absent) if not unassigned else (which,),
     )
 
@@ -146,6 +166,6 @@ def _too_few_joined(group: Group, applicant: Applicant, here: str) -> JoinTimeou
     missing = f"{least - len(group.applicants.waiting)} more, of any rank"
     return JoinTimeoutError(
         f"group {group.name!r} has {len(group.applicants.waiting)} of {group.policy} workers after "
-        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}",
+        f"{applicant.join.timeout:g} s: {here} came; missing: {missing}. {_REMEDY}",
         missing=(missing,),
     )

@@ -5,6 +5,7 @@ event                                          what happens
 Register, Claim: rounds before it are over     Located, Claimed; what was handed out is written down first
 … they are not                                 it waits until they are
 … of other data than the others'               Failure, of scope DATA
+Claim that returns samples                     they are for the others, which is written down
 Used                                           noted
 a round is complete at all shards              it is over: what was used in it is committed, and written down
 … and Used of a member that counted is on its  it is over when that has come, or its sender is gone
@@ -36,7 +37,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.limits import MAX_DATA, MAX_NAME_BYTES
 from gradserver.protocol.messages import Failure, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
-from gradserver.protocol.ranges import Ranges, pack, unpack
+from gradserver.protocol.ranges import Ranges, count, pack, unpack
 
 
 def receive(
@@ -50,7 +51,6 @@ def receive(
         _check_quota(group, member_id, message, used_ranges(ranges))
         journal.used(group, ranges, effects)
         group.leases.positions.used(message.name, message.epoch, member_id, message.round, ranges, group.rounds.number)
-        _write(group, effects)
         return
     if group.leases.asked.get((message.name, member_id)) == (message, ranges):
         return  # the same again, on a new connection
@@ -87,7 +87,7 @@ def _answer(group: Group, member_id: int, message: Question, ranges: Ranges, eff
             located, used = _register(group, member_id, message, ranges, effects)
             effects.send(connection, located, (pack(used),))
         else:
-            claimed, got = _claim(group, member_id, message, effects)
+            claimed, got = _claim(group, member_id, message, ranges, effects)
             effects.send(connection, claimed, (pack(got),))
     except (DisagreementError, OutOfStepError, LimitExceededError, QuotaExceededError) as error:
         failure = Failure.of(error, Scope.DATA)
@@ -107,17 +107,26 @@ def _register(
     return Located(use.name, use.epoch, group.policy.audit.share), use.done
 
 
-def _claim(group: Group, member_id: int, message: Claim, effects: Effects) -> tuple[Claimed, Ranges]:
+def _claim(group: Group, member_id: int, message: Claim, returned: Ranges, effects: Effects) -> tuple[Claimed, Ranges]:
     use = group.leases.positions.use(message.name)
     epoch = use.epoch
     if (repeat := group.leases.audits.repeat(member_id, message)) is not None:
         group.leases.positions.begin_use(use.name, member_id, message.round)
         return Claimed(use.name, message.number, message.epoch, False, repeat.holder), repeat.ranges
-    _check_quota(group, member_id, message, counted_ranges(use.claimable(member_id, message.number, message.count)))
-    number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count)
+    again = use.is_answered(member_id, message.number)
+    _check_quota(
+        group,
+        member_id,
+        message,
+        counted_ranges(use.claimable(member_id, message.number, message.count)) + used_ranges(returned),
+        bool(returned) and not again,
+    )
+    number, found, ranges = use.claim(member_id, message.number, message.epoch, message.count, returned)
     if message.count:
         group.leases.positions.begin_use(use.name, member_id, message.round)
-    if ranges or use.epoch != epoch:
+    if returned and not again:
+        journal.registered(group, use, effects)
+    elif ranges or use.epoch != epoch:
         journal.claimed(group, HandedOut(group.name, use.name, member_id, number, found, ranges), effects)
     if message.audit and ranges:
         present, policy = group.members.by_id, group.policy
@@ -125,15 +134,15 @@ def _claim(group: Group, member_id: int, message: Claim, effects: Effects) -> tu
     return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
 
 
-def _check_quota(group: Group, member_id: int, message: Question | Used, nbytes: int) -> None:
+def _check_quota(group: Group, member_id: int, message: Question | Used, nbytes: int, returns: bool = False) -> None:
     """QuotaExceededError if the group's journal quota is used up, and ``message`` would have more written than is free.
 
-    Of what is given back all that is known of the data is written.
+    If it ``returns`` samples, all that is known of the data is written.
     """
     if not group.account.is_used_up:
         return
     use = group.leases.positions.uses.get(message.name)
-    if isinstance(message, Used) and use is not None:
+    if returns and use is not None:
         nbytes += counted_ranges(use.pieces, 1 + len(use.answers))
     if nbytes:
         group.account.check(
@@ -146,15 +155,20 @@ def departed(group: Group, member_id: int) -> None:
     group.leases.depart(member_id)
 
 
-def not_counted(group: Group, member_id: int, number: int, keep: bool, effects: Effects) -> None:
-    """Round ``number`` closes without ``member_id``, which is late. ``keep``: what it gave will count later."""
-    group.leases.positions.not_counted(member_id, number, keep)
-    _write(group, effects)
+def held(group: Group) -> str:
+    """Say of all data that members hold how many samples of it are left, and how many each member holds."""
+    found = [use for use in group.leases.positions.uses.values() if use.held or use.used]
+    return "; ".join(
+        f"of data {use.name!r}, epoch {use.epoch}, {count(use.left)} samples are left, and there are "
+        + ", ".join(f"{count(ranges)} at {group.call(one)}" for one, ranges in sorted(use.held.items()))
+        for use in found
+    )
 
 
-def _write(group: Group, effects: Effects) -> None:
-    for use in group.leases.positions.unwritten():
-        journal.registered(group, use, effects)
+def the_last(group: Group, member_ids: Sequence[int]) -> str:
+    """Name the data of which these members have the last samples, if no other member has any; else nothing."""
+    found = group.leases.positions.have_all(member_ids)
+    return " and ".join(f"epoch {use.epoch} of data {use.name!r}" for use in found)
 
 
 def answer_what_waited(group: Group, effects: Effects) -> None:

@@ -27,6 +27,7 @@ from gradserver.engine.control import (
     sessions,
     shard_replacement,
     subgroups,
+    waiting,
 )
 from gradserver.engine.control.group import Group, State
 from gradserver.engine.control.reactions import Broke, Event, Lost, ShardEnlisted, ShardLost
@@ -59,6 +60,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.protocol.messages.waiting import Blocked
 
 STATES: Final = {
     State.FORMING: "Workers have joined, and more are waited for.",
@@ -105,6 +107,7 @@ ROWS: Final = (
     Transition(_BEGUN, (Opens, Steps, Follow), do.say_of_modules, (BROKEN,)),
     Transition(_BEGUN, (RequestRound,), do.request_round),
     Transition(_BEGUN, (Paced,), do.note_pace),
+    Transition(_BEGUN, (Blocked,), do.wait, (BROKEN,)),
     Transition(_BEGUN, (RoundCompleted,), do.complete, (ACTIVE, PAUSED, BROKEN)),
     Transition(_BEGUN, (Applied,), do.apply, (ACTIVE, PAUSED)),
     Transition(_BEGUN, (Planned,), do.confirm),
@@ -308,6 +311,12 @@ TIMERS: Final = (
         lambda registry, group, effects: forming.overdue(group, registry.now, effects),
         "An applicant's patience ends.",
         "It is told which workers are missing.",
+    ),
+    Timer(
+        waiting.deadline,
+        lambda registry, group, effects: waiting.tell(registry, group, effects),
+        "Applicants of a group that forms have waited for five seconds, or for another thirty.",
+        "They are told which workers came, and which are missing.",
     ),
     Timer(
         shard_replacement.deadline,

@@ -18,6 +18,7 @@ from typing import Final
 from gradserver.engine.control import journal, learners, leases, recovery, rounds, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.group.group import MAX_REASON
+from gradserver.engine.control.group.slow import Gone
 from gradserver.engine.control.plans import fail_all
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.effects import Effects
@@ -54,8 +55,11 @@ def remove(
     Rounds that waited only for what it had used end before the membership changes.
     """
     is_learner = member_id in group.learners.by_id
-    group.members.lose(member_id)
+    registry.totals.lost += not politely and group.origin is None
+    group.slow.note_gone(Gone(group.members.identities.names[member_id], reason, now, is_learner))
+    group.members.lose(member_id, politely)
     group.watch.forget(member_id)
+    group.blocked.forget(member_id)
     group.plans.depart(member_id)
     group.sessions.attach(member_id)
     leases.departed(group, member_id)

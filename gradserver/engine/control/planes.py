@@ -182,12 +182,6 @@ _COMMON: Final = (
         "start the coordinator without --mean and --audit, and with --outliers report",
     ),
     Obstacle(
-        lambda case: "" if case.has_commits else "its modules were wrapped when it was not possible",
-        "the group began with workers that could not go by it",
-        "start the group anew, with these workers",
-        binds=False,
-    ),
-    Obstacle(
         _first(lambda offer: offer.channel == IN_PROCESS, "is a thread of the coordinator's process"),
         "a worker is a thread of a `LocalCluster`",
         "start each worker as a process",
@@ -200,6 +194,17 @@ _COMMON: Final = (
     ),
 )
 """Obstacles wherever members reduce among themselves."""
+_UNWRAPPED: Final = Obstacle(
+    lambda case: (
+        ""
+        if case.has_commits
+        else "the first workers of the group could not reduce among themselves, and modules are wrapped since then"
+    ),
+    "the first workers of the group could not go by it, and modules are wrapped since then",
+    "start the group anew, with these workers",
+    binds=False,
+)
+"""Obstacle behind all others: those are the reason as long as there is one of them."""
 _CONNECTED: Final = (
     Obstacle(
         _with_nccl(_first_without(lambda offer: not offer.nccl, "has no NCCL")),
@@ -258,6 +263,7 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             binds=False,
         ),
         *_CONNECTED,
+        _UNWRAPPED,
     ),
     HIERARCHICAL: (
         *_COMMON,
@@ -275,6 +281,7 @@ OBSTACLES: Final[Mapping[str, tuple[Obstacle, ...]]] = {
             lasts=False,
         ),
         *(one._replace(find=_in_hosts(one.find), when=f"of workers on one host: {one.when}") for one in _CONNECTED),
+        _UNWRAPPED,
     ),
     TCP: (
         Obstacle(

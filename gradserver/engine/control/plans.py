@@ -23,7 +23,6 @@ from gradserver.protocol.errors import (
     QuotaExceededError,
     UnexpectedMessageError,
 )
-from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.means import Rule
 from gradserver.protocol.messages import Failure, Propose, Scope
 from gradserver.protocol.plan import Plan, decode_plan
@@ -35,7 +34,7 @@ _HOW: Final = {False: "a plan in place of all others", True: "a plan beside thos
 def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: float, effects: Effects) -> None:
     """Take the plan of a member, or of a learner."""
     if member_id in group.learners.by_id:
-        learners.propose(group, member_id, _plan_of(message, data), bool(message.beside), now, effects)
+        learners.propose(group, member_id, _plan_of(group, message, data), bool(message.beside), now, effects)
         return
     if group.broken is not None:
         _fail(group, member_id, group.broken, effects)
@@ -45,7 +44,7 @@ def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: f
     if member_id in group.plans.proposals:
         raise UnexpectedMessageError(f"{group.call(member_id)} proposed a second plan before the first was settled")
     group.check_round(message.round, "Propose")
-    plan, here = _plan_of(message, data), group.plans.plan
+    plan, here = _plan_of(group, message, data), group.plans.plan
     if member_id in group.plans.unaware and here is not None and plan.hash == here.alone(here.each[-1]).hash:
         group.plans.tells(member_id)
         tell_agreed(group.members.by_id[member_id].connection, here, here.each[-1], group.plans.planned, effects)
@@ -56,8 +55,9 @@ def propose(group: Group, member_id: int, message: Propose, data: Buffer, now: f
     group.plans.propose(member_id, proposal)
 
 
-def _plan_of(message: Propose, data: Buffer) -> Plan:
-    plan = decode_plan(memoryview(data))
+def _plan_of(group: Group, message: Propose, data: Buffer) -> Plan:
+    """Return the plan that a member proposes. All members' equal plans are one object, as a plan may be large."""
+    plan = decode_plan(memoryview(data), [proposal.plan for proposal in group.plans.proposals.values()])
     if plan.hash != message.hash:
         raise MalformedMessageError(f"a plan with the hash {plan.hash}, announced as {message.hash[:64]}")
     return plan
@@ -147,8 +147,7 @@ def _whole(group: Group, proposal: Proposal) -> Plan:
         return proposal.plan
     dropped = frozenset.intersection(*(one.dropped for one in group.plans.proposals.values()))
     plan = extend(group.plans.plan, group.plans.planned, proposal.plan, dropped, group.rounds.number)
-    if len(plan.encoded) > MAX_FRAME_BYTES:
-        raise LimitExceededError(f"a plan of {len(plan.encoded)} bytes, the limit is {MAX_FRAME_BYTES}")
+    assert plan.encoded  # which refuses a plan that is too large to go
     return plan
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from gradserver.engine.control import (
     admissions,
+    deadlocks,
     forming,
     learners,
     leases,
@@ -60,6 +61,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Register, Used
 from gradserver.protocol.messages.recovery import Resume
+from gradserver.protocol.messages.waiting import Blocked
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,7 +156,7 @@ def say_of_states(event: Event) -> None:
 def say_of_modules(event: Event) -> None:
     """Tell members that follow which module is next."""
     assert isinstance(event.what, Opens | Steps | Follow)
-    turns.hear(event.group, event.member_id, event.what, event.effects)
+    turns.hear(event.group, event.member_id, event.what, event.now, event.effects)
 
 
 def request_round(event: Event) -> None:
@@ -167,6 +169,12 @@ def note_pace(event: Event) -> None:
     """Note how fast the member is."""
     assert isinstance(event.what, Paced)
     event.group.members.note_pace(event.member_id, event.what)
+
+
+def wait(event: Event) -> None:
+    """Halt the group if each member waits for something that only another waiting member could give."""
+    assert isinstance(event.what, Blocked)
+    deadlocks.hear(event.registry, event.group, event.member_id, event.what, event.effects)
 
 
 def resume(event: Event) -> None:

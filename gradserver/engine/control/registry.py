@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from gradserver.engine.control import journal
 from gradserver.engine.control.access import OPEN, Access
-from gradserver.engine.control.group import Group
+from gradserver.engine.control.group import Applicant, Group
 from gradserver.engine.control.links import credit_for, grain_for
 from gradserver.engine.control.quota import Quotas
 from gradserver.engine.control.roster import Roster
@@ -19,6 +20,23 @@ from gradserver.engine.policy import Hashes, OnNonFinite, Policy
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError, UnexpectedMessageError
 from gradserver.protocol.limits import MAX_UNWRITTEN_EPOCHS, MIN_CREDIT_BYTES, OTHERS, PROBE_GROUP, PROBE_WORLD
 from gradserver.protocol.planes import AUTO
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts of all that has happened since this coordinator began, also in groups that have ended.
+
+    Attributes:
+        came: requests to join that were accepted.
+        joined: workers with which groups have begun.
+        lost: workers that were lost.
+        rounds: complete rounds of groups that have ended.
+    """
+
+    came: int = 0
+    joined: int = 0
+    lost: int = 0
+    rounds: int = 0
 
 
 class Registry:
@@ -44,8 +62,10 @@ class Registry:
         forming: sub-groups that are not complete yet, by name.
         places: the group that each connection has joined, as applicant, learner or member.
         ended: what members of groups that have ended, the latest, are told when they come back, by the group's name.
+        returning: workers that had left a group which has ended, and are to form the next one.
         roster: the data shards that have enlisted.
         quotas: what groups may have written down.
+        totals: counts of what has happened.
     """
 
     def __init__(
@@ -80,6 +100,8 @@ class Registry:
         self.runs = runs
         self.round_timeout = round_timeout
         self.ended: dict[str, GradServerError] = {}
+        self.totals = Totals()
+        self.returning: list[Applicant] = []
         self._epochs = self._subgroups = 0
         self._written = -MAX_UNWRITTEN_EPOCHS
         """The highest epoch on record when this coordinator began, if another one had been here before."""
@@ -169,6 +191,7 @@ class Registry:
             mean=policy.mean,
             audits=policy.audit.share,
             grain=group.shards.table.grain,
+            proves=group.proves,
         )
 
     def suit_links(self, group: Group) -> None:
@@ -177,7 +200,15 @@ class Registry:
         group.shards.suit(grain_for(offers, self.roster.rates_of(group)), credit_for(offers, self.credit))
 
     def end(self, group: Group, error: GradServerError, reason: str, effects: Effects) -> None:
-        """End a group: workers that are there are told ``error``, and the journal and data halves of the end."""
+        """End a group: workers that are there are told ``error``, and the journal and data halves of the end.
+
+        Of applicants those that had left it are to form the next one.
+        """
+        in_peace = group.broken is None or not journal.is_halt(group.broken)
+        for applicant in [one for one in group.learners.queue if in_peace and group.members.has_left(one.join.name)]:
+            group.learners.leave_queue(applicant.connection)
+            del self.places[applicant.connection]
+            self.returning.append(applicant)
         for connection in group.connections:
             del self.places[connection]
             effects.refuse(connection, error)
@@ -201,11 +232,13 @@ class Registry:
         """Note that a group is complete."""
         self.ended.pop(group.name, None)
         self.forming.pop(group.name, None)
+        self.totals.joined += 0 if group.origin is not None or group.name == PROBE_GROUP else len(group.members.by_id)
 
     def forget(self, group: Group) -> None:
         """Free the name of a group."""
         del self.groups[group.name]
         self.forming.pop(group.name, None)
+        self.totals.rounds += 0 if group.origin is not None else group.rounds.number
         group.end()
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────

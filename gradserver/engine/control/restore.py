@@ -208,7 +208,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     assert founded is not None
     assert durable is not None
     handling = found.latest(Handling)
-    names = {member_id: name for epoch in epochs for member_id, name in epoch.members}
+    names = {**found.names, **{member_id: name for epoch in epochs for member_id, name in epoch.members}}
     nonfinite = OnNonFinite.HALT if handling is None else handling.nonfinite
     account, expires = registry.quotas.account(name), now + PROBE_SECONDS if name == PROBE_GROUP else None
     group = Group(
@@ -240,8 +240,8 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
     waits = policy.round_timeout or registry.round_timeout
     group.set_timeouts(founded.timeout, waits if parent is None else parent.round_timeout)
-    group.leases.restore(found.positions)
     _restore_rounds(group, found)
+    group.leases.restore(found.positions, group.rounds.number)
     group.watch.restore(found.outliers, found.evicted, now)
     _tell_again(group, found, epochs)
     _close_again(group, found)
@@ -297,8 +297,6 @@ def _close_again(group: Group, found: GroupState) -> None:
             begun[cut.round], sections[cut.round] = dict(cut.cohort), cut.section
         elif isinstance(cut, Cut):
             group.rounds.close_without(cut.round, cut.member_ids)
-            for member_id in cut.member_ids:
-                group.leases.positions.not_counted(member_id, cut.round, group.late_are == "keep")
     group.requests.restore(begun, sections)
 
 

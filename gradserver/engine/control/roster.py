@@ -55,7 +55,7 @@ class Roster:
             raise UnexpectedMessageError("this connection has enlisted already")
         check_name("a data shard's URL", offer.url, MAX_URL)
         if parse_url(offer.url)[1] == 0:
-            raise MalformedMessageError(f"{offer.url} is no data shard's URL: it has no port")
+            raise MalformedMessageError(f"{offer.url} is not a data shard's URL: it has no port")
         self._access.check_shard(offer.url, offer.token)
         if any(shard.url == offer.url for shard in self.shards.values()):
             raise JoinRefusedError(f"there is a data shard at {offer.url} already")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gradserver.engine.control.group import Group
 from gradserver.engine.figures import added
+from gradserver.engine.lateness import was_there
 from gradserver.engine.records import Compared, RoundRecord
 from gradserver.engine.reports import RoundCompleted
 from gradserver.protocol.digest import MODULUS
@@ -94,7 +95,7 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
     return replace(
         max(parts, key=lambda part: part.completed),
         opened=min(part.opened for part in parts),
-        arrivals=tuple((min(p.arrivals[i][0] for p in parts), max(p.arrivals[i][1] for p in parts)) for i in ids),
+        arrivals=_arrivals(parts, ids),
         inputs=tuple(sum(part.inputs[i] for part in parts) % MODULUS for i in ids) if hashed else (),
         results=tuple(sum(found) % MODULUS for found in zip(*(p.results for p in parts), strict=True))
         if hashed
@@ -102,6 +103,19 @@ def _whole(parts: Sequence[RoundRecord], world: int) -> RoundRecord:
         nonfinite=_not_finite(parts),
         compared=_compared(parts),
     )
+
+
+def _arrivals(parts: Sequence[RoundRecord], ids: Iterable[int]) -> tuple[tuple[float, float | None], ...]:
+    """Return when each member began and was done. A shard that knows of no member when it was done does not tell."""
+    firsts = {one: min(part.arrivals[one][0] for part in parts) for one in ids}
+    telling = [part for part in parts if any(last is not None for _, last in _present(part))]
+    lasts = {one: [part.arrivals[one][1] for part in telling] for one in ids}
+    known = {one: [last for last in found if last is not None] for one, found in lasts.items()}
+    return tuple((firsts[one], max(known[one]) if 0 < len(telling) == len(known[one]) else None) for one in ids)
+
+
+def _present(part: RoundRecord) -> Iterator[tuple[float, float | None]]:
+    return (part.arrivals[one] for one in range(len(part.arrivals)) if was_there(part, one))
 
 
 def _compared(parts: Sequence[RoundRecord]) -> tuple[Compared, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gradserver.engine.control import audits, donations, journal, learners, leases, turns
+from gradserver.engine.control import audits, donations, journal, learners, leases, slow, turns
 from gradserver.engine.control.group import Group
 from gradserver.engine.effects import Effects
 from gradserver.engine.ends import MAX_CUTS
@@ -61,11 +61,15 @@ def settle_all(group: Group, effects: Effects) -> None:
 
 def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> None:
     weights = dict(enumerate(record.weights))
-    used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record))
+    late = group.rounds.late.get(record.round, ())
+    used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record), late)
     compared = group.leases.audits.settle(record, used_up, group.policy.audit, group.plans.plan)
-    record = audits.settled(record, compared)
+    record = turns.timed(group, audits.settled(record, compared))
     again = group.rounds.told[0] >= record.round
     journal.completed(group, record, used_up, effects)
+    slow.look(group, record.completed, effects)
+    if group.rounds.empty.note(record):
+        effects.log(_why_empty(group), warning=True)
     if told:
         group.rounds.end(record.round)
         _begin_next(group, record, effects)
@@ -218,16 +222,49 @@ def close_round(group: Group, late: Late, effects: Effects) -> None:
     if full and late.tell:
         effects.log(_why_it_waits(group, full, late), warning=True)
     slow = [member_id for member_id in slow if member_id not in full][: max(spared, 0)]
-    if not slow:
+    if not slow or _has_the_last_samples(group, slow, late, effects):
         return
     group.rounds.close_without(late.round, slow)
     text = f"round {late.round} of group {group.name!r} closed without {group.calls(slow)} {late.why}"
+    text += _what_is_dropped(group, slow, late.round)
     journal.cut(group, late.round, slow, text, effects)
     if late.tell:
         effects.log(text, warning=True)
-    for member_id in slow:
-        leases.not_counted(group, member_id, late.round, group.late_are == "keep", effects)
     cut(group, late.round, slow, effects)
+
+
+def _what_is_dropped(group: Group, slow: Sequence[int], number: int) -> str:
+    """Say of which late members all is dropped that they keep, as it is too old."""
+    lateness = group.policy.lateness
+    assert lateness is not None
+    if not lateness.keeps or lateness.staleness is None:
+        return ""
+    rounds = lateness.staleness + 1
+    dropped = [one for one in slow if (group.rounds.late_in_a_row(one, number) + 1) % rounds == 0]
+    if not dropped:
+        return ""
+    return f"; {group.calls(dropped)} drops what came too late in the last {rounds} rounds (--staleness)"
+
+
+def _has_the_last_samples(group: Group, slow: Sequence[int], late: Late, effects: Effects) -> bool:
+    """Tell whether a round waits for late members, as no other member has any sample left to give.
+
+    Closed without them, this round and the next ones would be of nothing.
+    """
+    which = leases.the_last(group, [*slow, *group.rounds.late.get(late.round, ())])
+    if which and late.tell:
+        text = f"round {late.round} of group {group.name!r} waits for {group.calls(slow)} {late.why}"
+        effects.log(f"{text}. No other worker has samples of {which}", warning=True)
+    return bool(which)
+
+
+def _why_empty(group: Group) -> str:
+    """Say that rounds have no update, and what they wait for."""
+    empty, held = group.rounds.empty, leases.held(group)
+    what = f"group {group.name!r} has made {empty.rounds} rounds in {empty.seconds:.1f} s without an update, as no "
+    if not held:
+        return f"{what}worker has given a gradient (each gave weight 0)"
+    return f"{what}worker has given a gradient, and an epoch is not used up: {held}"
 
 
 def _has_no_room(group: Group, member_id: int, number: int) -> bool:

@@ -52,6 +52,7 @@ def detach(registry: Registry, group: Group, member_id: int, reason: str, now: f
     del registry.places[group.members.by_id[member_id].connection]
     policy = group.policy
     group.members.connect(member_id, -1)
+    group.blocked.forget(member_id)
     all_break = group.shards and group.recovery.is_open  # a shard was lost: all members make new connections
     group.sessions.detach(member_id, now + (policy.missing if all_break else policy.dead_after / 2))
     effects.log(f"group {group.name!r}: {group.call(member_id)} is away ({reason})")

@@ -64,7 +64,7 @@ def group_for(registry: Registry, base: int, message: Split, effects: Effects) -
     parent = registry.groups.get(message.group)
     caller = -1 if parent is None else parent.member_id_of(base)
     if parent is None or caller not in parent.members.by_id:
-        raise UnexpectedMessageError(f"a Split of group {message.group!r} from a worker that is no member of it")
+        raise UnexpectedMessageError(f"a Split of group {message.group!r} from a worker that is not a member of it")
     ids, known = message.member_ids, parent.members.identities.names
     if caller not in ids or list(ids) != sorted(set(ids)) or ids[-1] >= len(known):
         raise UnexpectedMessageError(

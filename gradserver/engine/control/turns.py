@@ -5,7 +5,7 @@
     Opens, the first of a round                    members that follow are told which section it is: Opened
     Opens of the same section                      nothing
     Opens of another section                       the group halts: OutOfStepError at all, which names both
-    … with a later attempt                         the round is of that section: it was void
+    … with a later attempt                         the round is of that section: a commit was or becomes void
     … with an earlier attempt                      nothing: its member has yet to hear that
     Steps, the first with that index               members that follow are told which models are updated, or that the
                                                    others are at the top of their loop: Opened
@@ -26,19 +26,23 @@ section has no use for all this, and says nothing of it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.group.turns import Turn
 from gradserver.engine.effects import Effects
+from gradserver.engine.records import RoundRecord
 from gradserver.protocol.errors import OutOfStepError, UnexpectedMessageError
+from gradserver.protocol.exchange import Kind
 from gradserver.protocol.messages import Follow, Opened, Opens, Steps
 
+_COMMIT: Final = Kind.COMMIT
 _MOST_STEPS: Final = 64
 """Updates between two rounds."""
 
 
-def hear(group: Group, member_id: int, message: Opens | Steps | Follow, effects: Effects) -> None:
+def hear(group: Group, member_id: int, message: Opens | Steps | Follow, now: float, effects: Effects) -> None:
     """Take what a member says of a round. If another member has said otherwise, `Turns.conflict` has the error."""
     number = message.round
     group.check_round(number, type(message).__name__)
@@ -51,17 +55,17 @@ def hear(group: Group, member_id: int, message: Opens | Steps | Follow, effects:
         case Follow():
             group.turns.follow(member_id, message)
         case Opens():
-            _opens(group, turn, member_id, message)
+            _opens(group, turn, member_id, message, now)
         case Steps():
             _steps(group, turn, member_id, message)
     _answer(group, number, effects)
 
 
-def _opens(group: Group, turn: Turn, member_id: int, message: Opens) -> None:
+def _opens(group: Group, turn: Turn, member_id: int, message: Opens, now: float) -> None:
     plan = group.plans.plan
     if plan is None or plan.section(message.section) is None:
         raise UnexpectedMessageError(f"section {message.section} from {group.call(member_id)} is in no plan")
-    opens, opener = turn.open(message, member_id)
+    opens, opener = turn.open(message, member_id, now)
     if opens.section == message.section or opens.attempt > message.attempt:
         return
     names = {one.number: place for place, one in enumerate(plan.each, 1)}
@@ -87,6 +91,20 @@ def _steps(group: Group, turn: Turn, member_id: int, message: Steps) -> None:
             f"models: all workers must update their models in the same order"
         )
     )
+
+
+def timed(group: Group, record: RoundRecord) -> RoundRecord:
+    """Return the record of a round with the times at which members began it, if it ended with a commit.
+
+    All give the commit when the reductions among them are over. So it does not tell which of them was late.
+    """
+    turn, plan = group.turns.rounds.get(record.round), group.plans.plan
+    parts = () if plan is None else plan.parts_of(record.section)
+    if turn is None or plan is None or not turn.begun or any(plan.buckets[part].kind is not _COMMIT for part in parts):
+        return record
+    begun = turn.begun
+    arrivals = ((begun[one], begun[one]) if one in begun else was for one, was in enumerate(record.arrivals))
+    return replace(record, opened=min(record.opened, *begun.values()), arrivals=tuple(arrivals))
 
 
 def over(group: Group) -> None:

@@ -17,7 +17,6 @@ soon as none applies to a member that is still off, it is evicted.
 
     the case                                               why
     ─────────────────────────────────────────────────────  ─────────────────────────────────────────────────────────
-    which of two is off cannot be told                     both are named as one of the two
     the group is a sub-group                               its members are members of the parent as well
     fewer than MIN would be left                           it would wait for another worker, or end
     as many were evicted as would be left                  where half are off, the others may be the ones that are
@@ -106,8 +105,7 @@ def compare(registry: Registry, group: Group, record: RoundRecord, figures: Figu
         return
     known = tuple(one for one in figures.members if one.member_id in group.members.by_id)
     weights = dict(enumerate(record.weights))
-    present = len(group.members.by_id)
-    found = group.watch.take(Figures(known, figures.buckets), weights, record.section, present)
+    found = group.watch.take(Figures(known, figures.buckets), weights, record.section)
     worst = _to_evict(group, found.off)
     for verdict in found.new:
         if verdict is not worst:
@@ -120,24 +118,23 @@ def compare(registry: Registry, group: Group, record: RoundRecord, figures: Figu
 
 
 def _to_evict(group: Group, off: list[Verdict]) -> Verdict | None:
-    """Return the verdict about the member that is to go: of those for certain off, the one that is furthest off."""
+    """Return the verdict about the member that is to go: of those that are off, the one that is furthest off."""
     if group.policy.outliers is not OnOutlier.LEAVE_OUT or why_kept(group):
         return None
-    return max((one for one in off if not one.either), key=lambda one: one.distance, default=None)
+    return max(off, key=lambda one: one.distance, default=None)
 
 
 def _found(group: Group, number: int, verdict: Verdict) -> str:
     """Say what was found."""
-    found = f"round {number} of group {group.name!r}: the gradients of {group.call(verdict.member_id)} are far off"
-    either = ". It is one of the two workers, and which of them is wrong cannot be told" if verdict.either else ""
-    return f"{found}: {verdict}{either}"
+    called = group.call(verdict.member_id)
+    return f"round {number} of group {group.name!r}: the gradients of {called} are far off: {verdict}"
 
 
 def _name(group: Group, number: int, verdict: Verdict, effects: Effects) -> None:
     """Name a member that is far off and stays, and halt the group if that is its policy."""
     policy, member_id = group.policy.outliers, verdict.member_id
     found, becomes = _found(group, number, verdict), "they count"
-    if policy is OnOutlier.LEAVE_OUT and not verdict.either:
+    if policy is OnOutlier.LEAVE_OUT:
         becomes += f", as {why_kept(group) or 'another worker is further off'}"
     becomes = "the group halts" if policy is OnOutlier.HALT else becomes
     effects.log(f"{found}; {becomes} (--outliers {policy}). {ADVICE}", warning=True)

@@ -24,6 +24,8 @@ def welcome_to(group: Group, member_id: int, token: str, incarnation: int) -> We
     choice = group.planes.choice
     if joins:
         choice = group.planes.best_for(group.case(present))
+    lateness = group.policy.lateness
+    stale = group.policy.mode if group.policy.mode.grants or lateness is None else lateness
     return Welcome(
         group.name,
         present.index(member_id),
@@ -49,8 +51,8 @@ def welcome_to(group: Group, member_id: int, token: str, incarnation: int) -> We
         commits=group.planes.commits,
         digests=group.planes.digests,
         mode=str(group.policy.mode.name),
-        staleness=-1 if group.policy.mode.staleness is None else group.policy.mode.staleness,
-        damping=str(group.policy.mode.damping),
+        staleness=-1 if stale.staleness is None else stale.staleness,
+        damping=str(stale.damping),
         places=group.policy.maximum,
         grain=group.shards.table.grain,
         offers=group.planes.offers_of(present),

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
-from gradserver.engine.commands import Command, Contribution, Digests, Measures, Reduce, Repeated, Send, make
-from gradserver.engine.data.exchange import WEIGHED, Exchange, Payload, Piece, Run
+from gradserver.engine.commands import Command, Contribution, Digests, Hashes, Measures, Reduce, Repeated, Send, make
+from gradserver.engine.data.exchange import NO_FACTS, WEIGHED, Exchange, Facts, Payload, Piece, Run
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.nonfinite import counting, sifted
+from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Finding
 from gradserver.engine.figures import figures_of
 from gradserver.engine.policy import HALT, PROPAGATE
+from gradserver.engine.proofs import Said
 from gradserver.engine.reports import Behind, RoundCompleted
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, unasked_cost
+from gradserver.protocol.exchange import BUCKET, JOINED, PORTIONED, Kind, Layout, Op, gets, is_state, unasked_cost
 from gradserver.protocol.means import PLAIN
 from gradserver.protocol.messages import Result
-from gradserver.protocol.messages.data import squares_of
+from gradserver.protocol.messages.data import proof_of, squares_of
 
 _GIVEN_BY_ALL: Final = JOINED | {Kind.ALL_TO_ALL}
 _FIRST, _NONE, _MEAN = Op.FIRST, Op.NONE, Op.MEAN
@@ -82,8 +84,11 @@ def _reduction(
     numel = layout.run_numel(piece.start, piece.stop)
     where = order.group, order.epoch, key, piece.start
     what = operation, layout.span(piece.start)[0], layout.run_bytes(piece.start, piece.stop), numel
+    proven = group.proofs is not None and operation.kind not in PORTIONED and not is_state(key)
+    hashes = Hashes(group.proofs.key, []) if group.proofs is not None and proven else None
     if key.stream != BUCKET:  # a collective carries any number, and has no next round
-        return Reduce(*where, *what, None, contributions, targets, keep, nonfinite=PROPAGATE, each=layout.step)
+        more = contributions, targets, keep
+        return Reduce(*where, *what, None, *more, nonfinite=PROPAGATE, each=layout.step, hashes=hashes)
     averages = operation.op is _MEAN
     tells = averages and operation.kind is Kind.ALL_REDUCE
     measures: Measures | None = None
@@ -105,6 +110,7 @@ def _reduction(
         measures=measures,
         repeated=repeated,
         each=layout.step,
+        hashes=hashes,
     )
 
 
@@ -129,18 +135,18 @@ def answer(
     now: float,
     effects: Effects,
     findings: Sequence[Finding] = (),
-    squares: Sequence[float] = (),
+    facts: Facts = NO_FACTS,
 ) -> None:
     """Send all members the result of some slices: ``payload``, or None for zeros. To shared memory it was written.
 
     The payload of a `PORTIONED` operation is a tuple, with the result of each participant. ``findings`` name the
-    contributions to each slice that do not count, and ``squares`` are those of the result. In a durable group a result
+    contributions to each slice that do not count, and ``facts`` are those about the result. In a durable group a result
     waits for those of earlier slices. So members hold a prefix of each bucket.
     """
     if group.order.durable and exchange.key.stream == BUCKET and exchange.keeps_back(piece):
-        exchange.keep_back(piece, payload, findings, squares)
+        exchange.keep_back(piece, payload, findings, facts)
         return
-    _send(group, exchange, piece, payload, findings, squares, now, effects)
+    _send(group, exchange, piece, payload, findings, facts, now, effects)
     if exchange.made:
         for later in exchange.release():
             _send(group, exchange, *later, now, effects)
@@ -152,7 +158,7 @@ def _send(
     piece: Piece,
     payload: Payload,
     findings: Sequence[Finding],
-    squares: Sequence[float],
+    facts: Facts,
     now: float,
     effects: Effects,
 ) -> None:
@@ -162,10 +168,10 @@ def _send(
     if findings:
         for part, part_payload, nonfinite in sifted(group, exchange, piece, payload, findings):
             is_last = over and part.stop == piece.stop
-            own = squares_of(squares, part.start - piece.start, part.stop - piece.start)
+            own = facts.of(part.start - piece.start, part.stop - piece.start)
             _tell(group, exchange, part, part_payload, nonfinite, own, is_last, acknowledged, effects)
     else:
-        _tell(group, exchange, piece, payload, (), squares, over, acknowledged, effects)
+        _tell(group, exchange, piece, payload, (), facts, over, acknowledged, effects)
     # Last, because then the payload's memory is its giver's again, and over memory it is that very memory.
     effects.commands += acknowledged
     group.traffic.answer(piece.stop - piece.start)
@@ -194,7 +200,7 @@ def _tell(
     piece: Piece,
     payload: Payload,
     nonfinite: tuple[int, ...],
-    squares: Sequence[float],
+    facts: Facts,
     over: bool,
     acknowledged: list[Command],
     effects: Effects,
@@ -213,9 +219,13 @@ def _tell(
         weight = counting(group, given, nonfinite)
         weights = tuple(-own if member_id in nonfinite else own for member_id, own in enumerate(weights))
 
+    said = Said(key, weight, lacking, weights)
+    proof = _proof(group, exchange, piece, payload, said, facts)
+
     def result(present: bool, slices: int, is_placed: bool) -> Result:
-        own = tuple(squares[: 2 * slices]) if present else ()
-        return Result(key, start, weight, present, slices, is_placed, over, lacking, weights, nonfinite, own)
+        own = tuple(facts.squares[: 2 * slices]) if present else ()
+        told = lacking, weights, nonfinite, own, proof_of(proof, 0, slices)
+        return Result(key, start, weight, present, slices, is_placed, over, *told)
 
     placed = empty = run = None  # made when a member is to get them: most often all get the same one
     connections, departed = group.members.connections, group.members.departed
@@ -247,8 +257,20 @@ def _tell(
         if payload is None:
             unasked = [(empty or result(False, stop - start, False), ())]
         else:
-            unasked = _by_slice(layout, piece, result(True, 1, False), whole, squares)
+            unasked = _by_slice(layout, piece, result(True, stop - start, False), whole)
         _send_unasked(group, listening, unasked, effects)
+
+
+def _proof(group: Group, exchange: Exchange, piece: Piece, payload: Payload, said: Said, facts: Facts) -> bytes:
+    """Return the proof of some slices, as far as members keep results of them for one another."""
+    proofs, layout = group.proofs, exchange.layout
+    if proofs is None or isinstance(payload, tuple) or is_state(exchange.key):
+        return b""
+    hashes = facts.hashes
+    if payload is None or not hashes:  # it was not reduced
+        sizes = [layout.reply_bytes(index, index + 1) for index in range(piece.start, piece.stop)]
+        hashes = proofs.hashes(payload, sizes)
+    return proofs.prove(group.order.epoch, said, piece.start, hashes, facts.squares)
 
 
 def _send_unasked(
@@ -291,29 +313,43 @@ def _bucket_done(group: Group, exchange: Exchange, over: bool, now: float, effec
     if len(current.done) < group.full_buckets[current.section]:
         return
     group.rounds.end(number)
+    group.traffic.end_round(now)
     group.stragglers.completed(number)
     took = now - current.opened - current.waited
     took = took if current.quorum_at is None else current.quorum_at - current.opened
     group.stragglers.pace.completed(took, current.arrivals)
     if group.hashing is not None:
         group.hashing.completed(now)
-    record = current.record(number, group.world, group.plan, now)
+    record = current.record(number, group.world, group.plan, now, _unmeasured(group, number, current))
     figures = figures_of(current.tallies)
     effects.report(RoundCompleted(group.order.group, record, told=over, figures=figures))
 
 
-def _by_slice(
-    layout: Layout, piece: Piece, first: Result, payload: Buffer, squares: Sequence[float]
-) -> list[tuple[Result, Sequence[Buffer]]]:
-    """Cut the results of ``piece`` for members that have not asked for them; ``first`` is that of its first slice."""
+def _unmeasured(group: Group, number: int, current: Round) -> Collection[int] | None:
+    """Return the members of which the round does not tell how quick they were; None if it tells that of none.
+
+    A round that was granted begins when its members have their gradients. One in which a worker joins waits for a
+    state. Members that were cut off gave a part only.
+    """
+    resumed = group.sequences.restarted and number == group.sequences.first_round
+    if group.order.grants or resumed or number in group.learners.first_rounds.values():
+        return None
+    late = [member_id for member_id, latest in group.stragglers.closed.items() if latest >= number]
+    return {*late, *(member_id for member_id, _ in current.cut)}
+
+
+def _by_slice(layout: Layout, piece: Piece, result: Result, payload: Buffer) -> list[tuple[Result, Sequence[Buffer]]]:
+    """Cut the ``result`` of ``piece`` for members that have not asked for it."""
     if piece.stop - piece.start == 1:
-        return [(first, (payload,))]
+        return [(result, (payload,))]
     view, at = memoryview(payload), 0
     results: list[tuple[Result, Sequence[Buffer]]] = []
     for index in range(piece.start, piece.stop):
         size = layout.nbytes(index)
-        own = squares_of(squares, index - piece.start, index + 1 - piece.start)
-        one = first._replace(slice=index, over=first.over and index + 1 == piece.stop, squares=own)
+        place = index - piece.start
+        told = squares_of(result.squares, place, place + 1), proof_of(result.proof, place, place + 1)
+        over = result.over and index + 1 == piece.stop
+        one = result._replace(slice=index, slices=1, over=over, squares=told[0], proof=told[1])
         results.append((one, (view[at : at + size],)))
         at += size
     return results

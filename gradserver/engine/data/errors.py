@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.data.group import Group
 from gradserver.engine.events import Broken, NonFinite, Undecodable
+from gradserver.protocol.advice import OVERFLOW, on_not_finite
 from gradserver.protocol.errors import (
     AbandonedError,
     CollectiveMismatchError,
@@ -35,17 +36,19 @@ def mismatch(group: Group, exchange: Exchange, member_id: int, operation: Operat
 def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite) -> NonFiniteError:
     """Return the error of an exchange to which a member contributed NaN or Inf."""
     key = exchange.key
-    where, parameter = f"element {element}", ""
+    where, parameter, bucket = f"element {element}", "", None
     if key.stream == BUCKET and group.plan is not None:
-        parameter = group.plan.buckets[key.part].component_at(element).name
-        where = f"parameter {parameter!r}" if found.exact else f"parameter {parameter!r}, or one beside it,"
+        bucket = group.plan.buckets[key.part]
+        parameter = bucket.component_at(element).name
+        where = bucket.tensor_at(element) + ("" if found.exact else ", or one beside it,")
     if found.member_id < 0:
-        culprit, name = "the mean overflowed, though every contribution was finite:", ""
+        culprit, name, advice = "the mean overflowed, though every contribution was finite:", "", OVERFLOW
     else:
         culprit, name = f"{group.call(found.member_id)} contributed", group.members.identities.names[found.member_id]
+        advice = on_not_finite([(bucket, element)])
     return NonFiniteError(
         f"{culprit} {found.value} in {where} of {group.describe(key, exchange.operation)}; the group is halted "
-        f"and nothing of this slice was handed out. Look at that worker's data, loss and learning rate",
+        f"and nothing of this slice was handed out. {advice}",
         worker=name,
         rank=group.members.identities.rank(found.member_id),
         bucket=group.bucket_name(key),
@@ -57,7 +60,7 @@ def non_finite(group: Group, exchange: Exchange, element: int, found: NonFinite)
 def undecodable(group: Group, exchange: Exchange, found: Undecodable) -> GradServerError:
     """Return the error of a member that contributed bytes which cannot be decoded."""
     what = group.describe(exchange.key, exchange.operation)
-    due = "are no frames" if exchange.operation.op is Op.FRAMED else f"is no {exchange.layout.codec.name}"
+    due = "are not frames" if exchange.operation.op is Op.FRAMED else f"is not {exchange.layout.codec.name}"
     return type(found.error)(f"{group.call(found.member_id)} contributed to {what} what {due}: {found.error}")
 
 

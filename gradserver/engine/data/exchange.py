@@ -12,6 +12,7 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Layout, Operation
 from gradserver.protocol.limits import MAX_COUNTER, MAX_SLICES
+from gradserver.protocol.messages.data import squares_of
 
 if TYPE_CHECKING:
     from gradserver.engine.events import Finding
@@ -59,13 +60,27 @@ class Piece(NamedTuple):
     given: dict[int, Run]
 
 
+class Facts(NamedTuple):
+    """The facts about a result beside its bytes: squares (two numbers for each slice) and keyed hashes, if any."""
+
+    squares: Sequence[float] = ()
+    hashes: Sequence[bytes] = ()
+
+    def of(self, start: int, stop: int) -> Facts:
+        """Return those of the slices from ``start`` up to ``stop``, counted from the first one."""
+        return Facts(squares_of(self.squares, start, stop), self.hashes[start:stop])
+
+
+NO_FACTS: Final = Facts()
+
+
 class Made(NamedTuple):
     """A result that waits for those in front of it, with what is told with it."""
 
     piece: Piece
     payload: Payload
     findings: Sequence[Finding]
-    squares: Sequence[float]
+    facts: Facts
 
 
 @dataclass(slots=True)
@@ -256,11 +271,11 @@ class Exchange:
     def withhold(self, piece: Piece) -> None:
         """Hand out nothing of ``piece``, which cannot be reduced: the exchange is about to fail."""
         self.withheld = min(self.withheld, piece.start)
-        self.keep_back(piece, None, (), ())
+        self.keep_back(piece, None, (), NO_FACTS)
 
-    def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding], squares: Sequence[float]) -> None:
+    def keep_back(self, piece: Piece, payload: Payload, findings: Sequence[Finding], facts: Facts) -> None:
         """Keep a result until the results in front of it are there."""
-        self.made = {**self.made, piece.start: Made(piece, payload, findings, squares)}
+        self.made = {**self.made, piece.start: Made(piece, payload, findings, facts)}
 
     def release(self) -> list[Made]:
         """Take the results that were kept back and have none in front of them any more."""

@@ -20,6 +20,7 @@ from gradserver.engine.data.traffic import Traffic
 from gradserver.engine.data.witnesses import Witnesses
 from gradserver.engine.figures import BLOCK_BYTES, Sampling, Span
 from gradserver.engine.orders import OpenGroup
+from gradserver.engine.proofs import Proofs
 from gradserver.protocol.codecs.base import BLOCK as CODEC_BLOCK
 from gradserver.protocol.digest import places
 from gradserver.protocol.errors import GradServerError
@@ -70,6 +71,8 @@ class Group:
     traffic: Traffic = field(init=False)
     listeners: Listeners = field(init=False)
     witnesses: Witnesses = field(init=False)
+    proofs: Proofs | None = field(init=False)
+    """Maker of the proofs that go with results; None if members keep none for one another."""
     _is_steady: bool = field(init=False)
     halted: GradServerError | None = None
     buckets_halted: GradServerError | None = None
@@ -79,6 +82,7 @@ class Group:
         self.traffic = Traffic(self.members.identities, self.order.credit)
         self.listeners = Listeners(self.order.backlog)
         self.witnesses = Witnesses(self.order.audits)
+        self.proofs = Proofs(self.order.proves) if self.order.durable else None
         if self.order.lateness is not None:  # a member that turns out to be late is sent what it cannot ask for
             self.listeners.begin(self.members.present, 0)
 
@@ -272,10 +276,11 @@ class Group:
     def snapshot(self, now: float) -> dict[str, object]:
         """Return the traffic, as plain JSON values. Ages in seconds, sizes in bytes."""
         return {
-            **self.traffic.snapshot(self.world),
+            **self.traffic.snapshot(self.world, now),
             "open": [
                 {
                     "what": self.describe(exchange.key, exchange.operation),
+                    "round": exchange.key.number if exchange.key.stream == BUCKET else None,
                     "age": round(now - exchange.opened, 3),
                     "missing": [self.call(member_id) for member_id in exchange.missing()[:16]],
                 }

@@ -37,7 +37,7 @@ from gradserver.engine.data import commits, recovery
 from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
-from gradserver.engine.data.exchange import Exchange, Piece
+from gradserver.engine.data.exchange import Exchange, Facts, Piece
 from gradserver.engine.data.failures import fail, forget_if_over, give_up, halt_all, tell_all
 from gradserver.engine.data.grants import leave_silent_out, silent_since
 from gradserver.engine.data.group import Group
@@ -202,8 +202,12 @@ class Data:
         except GradServerError as violation:
             effects.report(Violation(connection, violation))
             return
-        if push.key.stream == BUCKET and (run.start == exchange.start or run.stop == exchange.stop):
-            group.rounds[push.key.number].arrived(member_id, now)
+        if push.key.stream == BUCKET:
+            current = group.rounds[push.key.number]
+            if run.start == exchange.start or run.stop == exchange.stop:
+                current.arrived(member_id, exchange.operation, now)
+            if not current.held and group.traffic.is_short(member_id):
+                current.hold_back()
         before = exchange.complete
         for piece in exchange.take(member_id, run, now):
             complete(group, exchange, piece, now, effects)
@@ -269,7 +273,7 @@ class Data:
             payload = outcome.payload if isinstance(outcome, Sifted) else outcome
             if payload is None and (findings or not isinstance(outcome, Sifted)):
                 payload = b""  # it is in members' memory
-            answer(group, exchange, piece, payload, now, effects, findings, event.squares)
+            answer(group, exchange, piece, payload, now, effects, findings, Facts(event.squares, event.hashes))
 
     def _blame(
         self, group: Group, exchange: Exchange, piece: Piece, found: Undecodable, now: float, effects: Effects

@@ -37,7 +37,7 @@ def said(group: Group, member_id: int, holding: Holding, payload: Buffer) -> Hol
     earliest, latest = number - 1, number
     if group.order.lateness is not None and group.recovery is not None:  # others may be rounds behind, or ahead
         earliest, latest = 0, group.recovery.latest
-    for state, key, first, stop, weights, nbytes in unpack_spans(payload):
+    for state, key, first, stop, weights, nbytes, made in unpack_spans(payload):
         if key.stream == BUCKET:
             if key.number < group.planned or not earliest <= key.number <= latest:
                 continue  # of another plan, or a round that no member lacks
@@ -65,7 +65,8 @@ def said(group: Group, member_id: int, holding: Holding, payload: Buffer) -> Hol
             raise UnexpectedMessageError(
                 f"{group.call(member_id)} has weights of {len(weights)} member ids, and {most} there are"
             )
-        holder.say(state, key, range(first, stop), weights if key.number >= number else (), nbytes)
+        said = weights if key.number >= number else ()
+        holder.say(state, key, range(first, stop), said, nbytes, made)
     return holder
 
 

@@ -302,7 +302,7 @@ def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None
     if transfer != (operation.kind is _TRANSFER):
         raise UnexpectedMessageError(f"{operation} cannot be exchanged under the key {tuple(key)}")
     if operation.kind is _COMMIT and key.stream != BUCKET:
-        raise UnexpectedMessageError(f"{operation} ends a round, and is no collective: no worker calls it")
+        raise UnexpectedMessageError(f"{operation} ends a round, and is not a collective: no worker calls it")
     if transfer and not (0 <= key.source < world and 0 <= key.target < world and key.source != key.target):
         raise InvalidRankError(f"a transfer from {key.source} to {key.target} in a group of {world}")
     if operation.kind in ROOTED and not 0 <= operation.root < world:
@@ -312,6 +312,6 @@ def _check_operation(key: ExchangeKey, operation: Operation, world: int) -> None
             raise InvalidArgumentError("a reduction that does not say how to reduce")
         check_reducible(operation.op, operation.dtype)
     elif operation.op is not Op.NONE and (operation.op is not Op.FRAMED or operation.kind not in FRAMING):
-        raise InvalidArgumentError(f"{operation} is no operation: {operation.kind.name.lower()} reduces nothing")
+        raise InvalidArgumentError(f"{operation} is not an operation: {operation.kind.name.lower()} reduces nothing")
     elif operation.op is Op.FRAMED:
         check_reducible(operation.op, operation.dtype)

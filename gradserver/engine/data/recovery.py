@@ -51,11 +51,12 @@ from gradserver.engine.data.group import Group
 from gradserver.engine.data.inventory import adopt, places, said, shares
 from gradserver.engine.data.membership import changed, left_out
 from gradserver.engine.data.quorum import note_what_counted
-from gradserver.engine.data.recovery_state import FAILED, Holder, Place, Recovery, Stage, Wanted
+from gradserver.engine.data.recovery_state import FAILED, Holder, Place, Recovery, Stage, Wanted, latest
 from gradserver.engine.data.rounds import Round
 from gradserver.engine.effects import Effects
 from gradserver.engine.orders import Recover
 from gradserver.engine.policy import OnNonFinite
+from gradserver.engine.proofs import Said
 from gradserver.engine.reports import CaughtUp, Recovered, RoundCompleted
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -68,6 +69,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.exchange import BUCKET, ExchangeKey, Op
 from gradserver.protocol.finite import is_finite
 from gradserver.protocol.messages import Result
+from gradserver.protocol.messages.data import made_in
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Standing, State
 
 _MOST_LATE: Final = 8192
@@ -127,9 +129,11 @@ def held(group: Group, member_id: int, message: Held, payload: Buffer | None, ef
         return False  # asked for before another member was lost
     if payload is not None:
         _check_held(group, recovery.holders[member_id], member_id, place, payload)
+    if payload is not None or place not in recovery.holders[member_id].handed:
+        _check_proof(group, recovery.holders[member_id].made.get(place, 0), member_id, message, payload)
     nonfinite = tuple(member_id for member_id, weight in enumerate(message.weights) if weight < 0)
     told = message.without, message.weights, nonfinite, message.squares
-    result = Result(*place, message.weight, message.present, 1, False, False, *told)
+    result = Result(*place, message.weight, message.present, 1, False, False, *told, proof=message.proof)
     recovery.receive(place, result, () if payload is None else (payload,))
     for lacking, ready, payloads in recovery.hand_on():
         effects.send(group.members.connections[lacking], ready, payloads)
@@ -153,6 +157,18 @@ def _check_held(group: Group, holder: Holder, member_id: int, place: Place, payl
     start, stop = layout.span(index)
     if guarded and not is_finite(payload, operation, stop - start):
         raise MalformedMessageError(f"{what} has a number that is not finite, and no result has any")
+
+
+def _check_proof(group: Group, made: int, member_id: int, message: Held, payload: Buffer | None) -> None:
+    """Check that what ``member_id`` shows was ``made`` in that generation: what it makes up reaches no other."""
+    said = Said(message.key, message.weight, message.without, message.weights)
+    assert group.proofs is not None, "members of durable groups hold results"
+    proof = message.proof
+    if made_in(proof) != made or not group.proofs.is_right(proof, said, message.slice, payload, message.squares):
+        raise MalformedMessageError(
+            f"{group.describe(message.key)} as {group.call(member_id)} holds it: slice {message.slice} is not what a "
+            f"coordinator of this group has made of it. Its memory is faulty, or it makes results up"
+        )
 
 
 def drained(group: Group, epoch: int, key: ExchangeKey, start: int) -> bool:
@@ -232,7 +248,7 @@ def _previous(group: Group, recovery: Recovery, now: float, effects: Effects) ->
         behind = [member_id for member_id, holder in holders.items() if holder.round <= number]
         for place in places(group, number, holders.values()):
             lacking = tuple(member_id for member_id in behind if not holders[member_id].has(State.HELD, place))
-            holding = tuple(member_id for member_id in holders if holders[member_id].has(State.HELD, place))
+            holding = latest(holders, place)
             if lacking and not holding:
                 _leave_out(group, dict.fromkeys(lacking, f"no member has round {number} for it any more"), effects)
                 return
@@ -275,14 +291,14 @@ def _present(group: Group, recovery: Recovery, now: float, effects: Effects) -> 
     recovery.enter(Stage.PRESENT)
     wanted: list[Wanted] = []
     for place in places(group, recovery.round, holders.values()):
-        holding = tuple(member_id for member_id in holders if holders[member_id].has(State.HELD, place))
-        lacking = tuple(member_id for member_id in holders if member_id not in holding)
+        holding = latest(holders, place)
+        lacking = tuple(member_id for member_id in holders if not holders[member_id].has(State.HELD, place))
         if holding and lacking:
             wanted.append(Wanted(place, lacking, holding))
     lost: set[ExchangeKey] = set()
     for place in sorted({p for holder in holders.values() for p in holder.loose()}):
         lacking = tuple(member_id for member_id, holder in holders.items() if holder.has(State.LACKING, place))
-        holding = tuple(member_id for member_id, holder in holders.items() if holder.has(State.HELD, place))
+        holding = latest(holders, place)
         failed = any(holder.has_failed(place[0]) for holder in holders.values())
         sizes = {holders[member_id].sizes.get(place, 0) for member_id in (*lacking, *holding)} - {0}
         if len(sizes) > 1:  # not all of them speak the truth: no member is given what another one makes up

@@ -6,7 +6,7 @@ The functions that work on it are in `gradserver.engine.data.recovery`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, NamedTuple
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.exchange import BUCKET, ExchangeKey
 from gradserver.protocol.messages import Result
+from gradserver.protocol.messages.data import made_in
 from gradserver.protocol.messages.recovery import State
 
 FAILED: Final = (State.FAILED, State.CHANGED)
@@ -34,6 +35,12 @@ class Holder:
     )
     weights: dict[ExchangeKey, dict[int, tuple[float, ...]]] = field(default_factory=lambda: defaultdict(dict))
     """Weights that counted in the slices of buckets that it holds, by member id."""
+
+    made: dict[Place, int] = field(default_factory=dict)
+    """Generation in which each result was made."""
+
+    handed: set[Place] = field(default_factory=set)
+    """Slices that it was handed in this recovery, and may keep no bytes of."""
 
     sizes: dict[Place, int] = field(default_factory=dict)
     """Bytes of collectives' and transfers' results, by slice, if they have any."""
@@ -61,10 +68,18 @@ class Holder:
         return self.slices[State.HELD].get(key, set()) | self.slices[State.OVER].get(key, set())
 
     def say(
-        self, state: State, key: ExchangeKey, slices: range, weights: tuple[float, ...] = (), nbytes: int = 0
+        self,
+        state: State,
+        key: ExchangeKey,
+        slices: range,
+        weights: tuple[float, ...] = (),
+        nbytes: int = 0,
+        made: int = 0,
     ) -> None:
         """Note that it says to have ``slices`` in a state, with the weights that counted, or the size of each."""
         self.slices[state][key].update(slices)
+        if made:
+            self.made.update(((key, index), made) for index in slices)
         if nbytes:
             self.sizes.update(((key, index), nbytes) for index in slices)
         if weights:
@@ -85,11 +100,20 @@ class Holder:
         if result.weights:
             self.weights[key][index] = result.weights
         self.slices[State.HELD][key].add(index)
+        self.handed.add((key, index))
+        self.made[key, index] = made_in(result.proof)
         self.slices[State.LACKING].get(key, set()).discard(index)
 
     def loose(self) -> Iterable[Place]:
         """Yield the slices of collectives and transfers that it has begun and has no result for."""
         return ((key, index) for key, found in self.slices[State.LACKING].items() for index in found)
+
+
+def latest(holders: Mapping[int, Holder], place: Place) -> tuple[int, ...]:
+    """Return the members that hold the result of a slice, as it was made last. An earlier one is void."""
+    holding = [member_id for member_id in holders if holders[member_id].has(State.HELD, place)]
+    made = max((holders[member_id].made.get(place, 0) for member_id in holding), default=0)
+    return tuple(member_id for member_id in holding if holders[member_id].made.get(place, 0) == made)
 
 
 class Stage(Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from statistics import median
 from typing import Final
 
 from gradserver.engine.commands import RESULT
@@ -12,6 +13,7 @@ from gradserver.engine.data.exchange import Exchange
 from gradserver.engine.figures import Tally
 from gradserver.engine.records import Compared, RoundRecord
 from gradserver.protocol.digest import MODULUS
+from gradserver.protocol.exchange import Kind, Op, Operation
 from gradserver.protocol.plan import Plan
 
 _HASH_RATE: Final = 8e9
@@ -21,6 +23,7 @@ _HASH_CALL: Final = 8e-6
 _SHARE: Final = 0.02
 """Share of the time of training that hashing may take."""
 _RAREST: Final = 1024
+_FIRST, _COMMIT = Op.FIRST, Kind.COMMIT
 
 
 @dataclass(slots=True)
@@ -78,6 +81,10 @@ class Round:
     slices. A contribution that is not here either counted in full or is in no settled bucket."""
     arrivals: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Times when the first slice came, and the latest one that ended a bucket, by member id."""
+    gave: dict[int, float] = field(default_factory=dict)
+    """Times of the last slice that waits for no result of another member, by member id."""
+    held: bool = False
+    """True if a member may have waited for credit, and so for results."""
     finished: int = 0
     """Number of members that have given everything to all buckets."""
     given: dict[int, int] = field(default_factory=dict)
@@ -174,10 +181,34 @@ class Round:
         if count == buckets:
             self.finished += 1
 
-    def arrived(self, member_id: int, now: float) -> None:
-        """Note that a bucket's first or last slice came from ``member_id``."""
+    def arrived(self, member_id: int, operation: Operation, now: float) -> None:
+        """Note that a bucket's first or last slice came from ``member_id``.
+
+        A member that sends its buffers was chosen by a result, and a commit tells of results.
+        """
         first, _ = self.arrivals.get(member_id, (now, now))
         self.arrivals[member_id] = first, now
+        if operation.op is not _FIRST and operation.kind is not _COMMIT:
+            self.gave[member_id] = now
+
+    def hold_back(self) -> None:
+        """Note that a member may wait for credit."""
+        self.held = True
+
+    def measured(self, world: int, unknown: Collection[int] | None) -> tuple[tuple[float, float | None], ...]:
+        """Return the arrivals for the record. It is ``unknown`` when these members were done; None stands for all.
+
+        Members that waited for credit waited for the latest one: then first slices tell more than last ones.
+        """
+        gave: dict[int, float] = {} if unknown is None else self.gave
+        firsts = {member_id: self.arrivals[member_id][0] for member_id in gave}
+        if self.held and gave and _spread(firsts) > _spread(gave):
+            gave = firsts
+        lasts = {member_id: last for member_id, last in gave.items() if member_id not in (unknown or ())}
+        absent = self.opened, self.opened
+        return tuple(
+            (self.arrivals[one][0], lasts.get(one)) if one in self.arrivals else absent for one in range(world)
+        )
 
     def count(self, part: int, digests: Sequence[tuple[int, int]]) -> None:
         """Add the digests of some slices of bucket ``part``, which were combined."""
@@ -212,8 +243,13 @@ class Round:
             before = self.compared.get((member_id, other, part), (0.0, 0.0))
             self.compared[member_id, other, part] = before[0] + difference, before[1] + size
 
-    def record(self, number: int, world: int, plan: Plan | None, now: float) -> RoundRecord:
-        """Make its record. A member that counted may have had an id that only members know of."""
+    def record(
+        self, number: int, world: int, plan: Plan | None, now: float, unknown: Collection[int] | None = ()
+    ) -> RoundRecord:
+        """Make its record. A member that counted may have had an id that only members know of.
+
+        It is ``unknown`` when these members had given what they give by themselves; None stands for all.
+        """
         section = plan.section(self.section) if plan is not None else None
         parts = range(0) if section is None else section.parts
         world = max(world, 1 + max(self.weights, default=-1))
@@ -223,7 +259,7 @@ class Round:
             self.opened,
             now,
             self.last,
-            tuple(map(self.arrivals.get, range(world), repeat((self.opened, self.opened)))),
+            self.measured(world, unknown),
             tuple([self.inputs.get(member_id, 0) % MODULUS for member_id in range(world)]) if self.hashed else (),
             tuple([self.results.get(part, 0) % MODULUS for part in parts]) if self.hashed else (),
             tuple((*which, slices) for which, slices in sorted(self.cut.items()) if slices),
@@ -235,6 +271,11 @@ class Round:
             if self.compared
             else (),
         )
+
+
+def _spread(times: Mapping[int, float]) -> float:
+    """Return how much later than the median the latest time is."""
+    return max(times.values()) - median(times.values())
 
 
 class Rounds(dict[int, Round]):

@@ -76,7 +76,9 @@ def contender(text: str) -> tuple[str, str]:
             return way, wire or "fp32"
         raise argparse.ArgumentTypeError(f"{text!r}: torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK")
     if way not in _PLANES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no contender: write WAY/WIRE with {', '.join(_PLANES)} or ddp")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a contender: write WAY/WIRE with {', '.join(_PLANES)} or ddp"
+        )
     return way, codec(wire or "fp32")
 
 

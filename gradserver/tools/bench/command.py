@@ -28,11 +28,15 @@ _SUITES = {
     "codecs": "size, error and processor time of each codec, beside a copy; uses no network",
     "means": "processor time of each rule by which gradients are averaged (serve --mean); uses no network",
     "train": "training steps of a GPT, beside torch DDP on gloo, and overlap with an emulated backward",
+    "parameters": "training steps with many parameters of three elements, beside torch DDP and the bare module",
     "levels": "training steps of workers that share emulated hosts, by levels beside TCP; requires root",
     "modes": "the same training in every mode: loss, time, bytes, staleness, also on unequal workers or slow links",
     "large": "training steps of a GPT with 432 million parameters, over each channel or between devices",
 }
-_LAYOUTS = {"train": "step", **{name: name for name in ("same-host", "latency", "codecs", "means", "levels")}}
+_LAYOUTS = {
+    "train": "step",
+    **{name: name for name in ("same-host", "latency", "codecs", "means", "parameters", "levels")},
+}
 _ALONE = ("codecs", "means")
 """Suites without processes, which do not need torch."""
 _MOST_WORKERS = 64
@@ -121,6 +125,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "measure also exchanges of so many bytes during a backward that is emulated by waiting"
     _option(one, "--overlap-size", parse.size, None, "SIZE", text)
 
+    one = added["parameters"]
+    _option(one, "--workers", parse.whole(2, _MOST_WORKERS), "2", "N", "number of processes, and of threads of one")
+    _option(one, "--counts", parse.listed(parse.whole(1, 100_000)), "300,1000,10000", "N,…", "numbers of parameters")
+
     one = added["levels"]
     _option(one, "--hosts", parse.whole(2, 64), "2", "N", "number of hosts")
     _option(one, "--per-host", parse.whole(2, 64), "2", "N", "number of workers on each host")
@@ -150,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "train":
             _option(one, "--repetitions", _count, "3", "N", "number of visits of each contender, in turns")
             one.set_defaults(sample_ms=0)
-        elif name == "levels":
+        elif name in ("levels", "parameters"):
             _option(one, "--repetitions", _count, "20", "N", "number of measured steps")
             one.set_defaults(sample_ms=0)
         elif name in _ALONE:
@@ -250,7 +258,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
         from gradserver.tools.bench.codec_suite import codecs
 
         return codecs
-    from gradserver.tools.bench import level_suite, suites, train_suite
+    from gradserver.tools.bench import level_suite, parameter_suite, suites, train_suite
 
     return {
         "same-host": suites.same_host,
@@ -258,6 +266,7 @@ def _suite(name: str) -> Callable[[argparse.Namespace, Session], None]:
         "cluster": suites.cluster,
         "latency": suites.latency,
         "train": train_suite.train,
+        "parameters": parameter_suite.parameters,
         "levels": level_suite.levels,
     }[name]
 

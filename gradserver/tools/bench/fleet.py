@@ -203,7 +203,7 @@ class Fleet:
         return self._members + ([self._threads] if self._threads else [])
 
     def _of(self, contender: Contender) -> list[Child]:
-        if contender.kind != "threads":
+        if not contender.kind.endswith("threads"):
             return self._members
         assert self._threads is not None, "the fleet has no process for threads"
         return [self._threads]

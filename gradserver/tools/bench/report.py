@@ -154,6 +154,8 @@ def _columns(unit: str, shown: Callable[[float], str]) -> dict[str, Column]:
         "to ddp": Column("ddp/this", "", 8, lambda row: maybe(row.ratio, lambda ratio: f"{ratio:.2f}x")),
         "to best": Column("best/this", "", 9, lambda row: maybe(row.more.get("best_ratio"), lambda r: f"{r:.2f}x")),
         "alone": Column("exchange", unit, 8, lambda row: maybe(row.more.get("exchange_s"), shown)),
+        "parameters": Column("parameters", "", 10, lambda row: f"{row.more['parameters']:,.0f}"),
+        "by": Column("way", "", 12, lambda row: row.variant, left=True),
         "codec": Column("codec", "", 12, lambda row: row.wire, left=True),
         "kernels": Column("with", "", 8, lambda row: row.variant, left=True),
         "per element": Column("on wire", "B/elem", 7, lambda row: figures(row.more["bytes_per_element"])),
@@ -195,6 +197,7 @@ LAYOUTS = {
             "to best",
         ),
     ),
+    "parameters": ("ms", milliseconds, ("parameters", "by", "time", "spread", "wrong", "to ddp")),
     "levels": (
         "ms",
         milliseconds,
@@ -240,6 +243,10 @@ NOTES = {
     "latency": (
         "time: median of one operation, from a barrier to the end of the slowest rank; middle half of the samples",
         "gloo/ours: above 1.00x gradserver is faster; limit: the same two hops over plain pyzmq; reached: limit / time",
+    ),
+    "parameters": (
+        "time: median of one step, from a barrier to the end of the slowest rank; middle half of the samples",
+        "#wrong: gradients that are not the mean; ddp/this: above 1.00x it is faster than torch's wrapper over gloo",
     ),
     "codecs": (
         "error: norm of a mean's error / norm of the mean; of sum: the same for the sum over all rounds",

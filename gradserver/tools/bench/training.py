@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import gradserver
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
 from gradserver.tools.bench.cost import Phases, Usage, median_of
+from gradserver.tools.bench.many import ManyInThreads, ManyParameters
 from gradserver.tools.bench.member import Member, pattern
 from gradserver.tools.bench.spec import Case, Contender
 from gradserver.tools.demo.corpus import Corpus
@@ -168,4 +169,9 @@ def _corpus(settings: Settings) -> Corpus:
     return _corpora[key]
 
 
-TRAINING_KINDS: dict[str, Callable[[Member, Case, Contender], Contestant]] = {"step": Step, "blocks": GlooBlocks}
+TRAINING_KINDS: dict[str, Callable[[Member, Case, Contender], Contestant]] = {
+    "step": Step,
+    "blocks": GlooBlocks,
+    "parameters": ManyParameters,
+    "parameter threads": ManyInThreads,
+}

@@ -58,7 +58,7 @@ def fits(seen: Sequence[int], number: int, sure: Collection[str], perhaps: Colle
 def explain(seen: Sequence[int], sure: Collection[str], perhaps: Collection[str]) -> str:
     """Describe how often each worker is in a sum that does not fit."""
     if len(seen) != LENGTH:
-        return "it is no tally"
+        return "it is not a tally"
     known = {_place(name): name for name in (*perhaps, *sure)}
     found = []
     for place in range(_PLACES):

@@ -96,7 +96,8 @@ def examine(report: Report, url: str, measures: bool) -> Found:
     try:
         status = fetch(url)
     except GradServerError as error:
-        report.find(f"no coordinator answers at {url}", error.message, breaks=True)
+        change = "check the port, start `gradserver serve` there, or stop the process that listens in its place"
+        report.find(f"no coordinator answers at {url}: {error.message}", change, breaks=True)
         return Found(here=here)
     if "shard" in status:
         what = f"{url} is data shard {status['shard']['number']}"
@@ -122,7 +123,7 @@ def _reach(report: Report, section: Section, url: str) -> bool | None:
         with socket.create_connection((host, port), timeout=_CONNECTING) as connection:
             there, here = connection.getpeername()[0], connection.getsockname()[0]
     except socket.gaierror as error:
-        section.add("reachable", False, f"no: {host!r} is no known host")
+        section.add("reachable", False, f"no: {host!r} is not a known host")
         report.find(
             f"{host!r} cannot be resolved ({reason_of(error)})", "correct the name, or give an address", breaks=True
         )

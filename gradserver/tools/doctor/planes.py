@@ -32,9 +32,11 @@ def examine(report: Report, offer: Offer, status: dict[str, Any] | None, here: b
 
 def _of_this_machine(section: Section, own: Offer) -> None:
     """Add the plane of a group that is on this machine alone: one worker for each device, or two without any."""
-    workers = [Candidate(f"rank {rank}", own._replace(devices=(device,))) for rank, device in enumerate(own.devices)]
-    if len(workers) < 2:
-        workers = [Candidate(f"rank {rank}", own) for rank in range(2)]
+    offers = [own._replace(devices=(device,)) for device in own.devices]
+    if len(offers) < 2:
+        offers = [own, own]
+    names = ["this worker", *(f"worker {number} like it" for number in range(2, len(offers) + 1))]
+    workers = [Candidate(name, offer) for name, offer in zip(names, offers, strict=True)]
     choice = choose(Case(workers))
     section.add("workers_like_this_one", {"plane": choice.plane, "reason": choice.reason}, str(choice))
     if choice.plane == DIRECT:

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from types import FrameType
 from typing import Any, Final
 
@@ -64,6 +65,10 @@ class Agent:
 
     def run(self) -> None:
         """Serve until the launcher is gone, and then until no process is left."""
+        with closing(self._port):
+            self._serve()
+
+    def _serve(self) -> None:
         self._outbox.put(frames.MARK)
         self._send(Kind.HELLO, **_hello(), port=self._port.getsockname()[1])
         while not self._is_over():
@@ -211,7 +216,12 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _reserve_port() -> socket.socket:
-    """Reserve a port of this host for rank 0's rendezvous. No other process gets it, as it is bound."""
+    """Reserve a port of this host for rank 0's rendezvous: no process gets it that asks for any free port.
+
+    Rank 0 can bind it as well, since nothing listens there yet. So can any other process that asks for this very port,
+    also one of another account, until rank 0 listens. torchrun's port is not safer. Workers that exchange by way of
+    gradserver alone do not use it.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("", 0))

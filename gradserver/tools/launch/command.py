@@ -190,11 +190,30 @@ def _problem(arguments: argparse.Namespace) -> str | None:
     for option, value in (("--bind", arguments.bind), ("--serve", arguments.serve)):
         if given and value:
             return f"{option} is for a coordinator that is started, and {source} names one that runs: {given}"
+    if (wrong := _problem_of_serve(arguments.serve)) is not None:
+        return wrong
     if not any(host.is_here for host in arguments.hosts):
         return None  # the files are elsewhere
     if arguments.module:
         return None
     return _problem_of_program(arguments.script) if arguments.no_python else _problem_of_script(arguments.script)
+
+
+def _problem_of_serve(words: Sequence[str]) -> str | None:
+    """Return what is wrong with the options of the coordinator, as far as it can be seen without the workers."""
+    if not words:
+        return None
+    from gradserver.serving import settings_in
+
+    try:
+        settings = settings_in(words)
+    except InvalidArgumentError as error:
+        return f"--serve: {error.message}"
+    if settings.given("join") is not None:
+        return (
+            "--serve '--join …' would start a data shard, and a run needs a coordinator: --serve '--shards N' adds some"
+        )
+    return None
 
 
 def _problem_of_program(program: str) -> str | None:

@@ -12,7 +12,7 @@ from gradserver.tools.launch.attempt import Attempt
 from gradserver.tools.launch.failures import Failure, first
 from gradserver.tools.launch.frames import Frame, Kind
 from gradserver.tools.launch.options import Options
-from gradserver.tools.launch.output import Console, Logs
+from gradserver.tools.launch.output import AS_IT_WAS, Console, Logs
 from gradserver.tools.launch.places import Place
 from gradserver.tools.launch.signals import ENDING
 from gradserver.tools.launch.station import Station
@@ -107,7 +107,7 @@ class Crew:
             self._ended(attempt, fields["status"])
         elif "error" in fields:
             self._restarts[attempt.rank] = self._options.restarts  # it would not start the next time, either
-            status, text = int(fields["status"]), str(fields["error"]).encode()
+            status, text = int(fields["status"]), str(fields["error"]).encode(errors=AS_IT_WAS)
             self._ended(attempt, status, Failure(attempt.name, attempt.where, status, time.monotonic(), text))
         else:
             attempt.pid = int(fields["pid"])
@@ -129,9 +129,12 @@ class Crew:
         if failure is None:
             return
         fate = f"{failure.what}: {failure.fate()}, after {failure.lived:.1f} s"
-        if attempt.asked_at is None and self._may_restart(attempt):
-            count = self._restarts[attempt.rank] = self._restarts[attempt.rank] + 1
-            self._console.say(f"{fate}. It is started again ({count} of {self._options.restarts})")
+        if attempt.asked_at is None and self._may_restart(attempt, failure):
+            if failure.was_joining:  # that has cost the group nothing, and is none of the worker's own failures
+                self._console.say(f"{fate}. It was about to join, and is started again, which does not count")
+            else:
+                count = self._restarts[attempt.rank] = self._restarts[attempt.rank] + 1
+                self._console.say(f"{fate}. It is started again ({count} of {self._options.restarts})")
             self._start(attempt.place)
             return
         self._failures.append(failure)
@@ -145,12 +148,14 @@ class Crew:
         """True if the workers that run were asked to end, or are about to be, or if there are none."""
         return self._settled_at is not None or self._kill_at is not None or not self.running()
 
-    def _may_restart(self, attempt: Attempt) -> bool:
+    def _may_restart(self, attempt: Attempt, failure: Failure) -> bool:
         """Tell whether a worker is started again. Once another has come to the end, there is nothing to join."""
         if self._settled_at is not None or self._kill_at is not None or not attempt.station.is_open:
             return False
         if any(other.status == 0 for other in self._attempts.values()):
             return False
+        if failure.was_joining and self._options.restarts:
+            return True
         return self._restarts[attempt.rank] < self._options.restarts
 
     def _goes_on(self) -> bool:

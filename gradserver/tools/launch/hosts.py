@@ -61,7 +61,7 @@ def _parse_host(part: str, text: str) -> Host:
     match = re.fullmatch(r"([\w.@%+-]+|(?:\w+@)?\[[\w:.%]+\])(?::(\S*))?", part)
     if match is None or part.startswith("-"):
         example = "expected names with commas between them, such as gpu1,gpu2:4"
-        raise argparse.ArgumentTypeError(f"{part!r} in {text!r} is no host: {example}")
+        raise argparse.ArgumentTypeError(f"{part!r} in {text!r} is not a host: {example}")
     name, count = match.groups()
     limits = number(int, 1, MAX_WORLD_SIZE, f"the number of workers on {name}")
     return Host(name, None if count is None else limits(count))

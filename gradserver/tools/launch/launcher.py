@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.url import numeric_url
 from gradserver.tools.common.processes import RunError
 from gradserver.tools.launch import frames, places, report
+from gradserver.tools.launch.attendance import Attendance
 from gradserver.tools.launch.coordinator import Coordinator
 from gradserver.tools.launch.crew import SLACK_SECONDS, Crew
 from gradserver.tools.launch.hosts import own_address
@@ -48,7 +50,12 @@ class Launcher:
         self._places: list[Place] = []
         self._master = "", 0
         self._crew: Crew | None = None
+        self._attendance: Attendance | None = None
         self._wakeup = -1
+        self._news, self._waker = os.pipe()
+        """Pipe with a byte when the attendance has changed."""
+        for descriptor in (self._news, self._waker):
+            os.set_blocking(descriptor, False)
 
     def run(self) -> int:
         """Run everything. Return the exit status.
@@ -62,7 +69,9 @@ class Launcher:
                 self._prepare()
                 crew = self._crew = Crew(self._options, self._console, self._stations, self._places, self._environment)
                 crew.start()
+                self._attendance = self._begin_attendance()
                 self._run_until(lambda: not crew.running(), None)
+                self._attendance.close(crew.status() == 0)
                 self._end_stations(crew)
             except _InterruptedError as interrupted:
                 self._console.say("interrupted before the workers were started")
@@ -81,7 +90,7 @@ class Launcher:
         if options.log_dir is not None:
             _make_folder(options.log_dir)
         self._start_agents()
-        if not options.is_elastic:
+        if not options.is_elastic and not options.serve:
             self._start_coordinator(0)  # meanwhile
         self._run_until(lambda: all(station.hello for station in self._stations), deadline)
         hellos = self._hellos()
@@ -102,6 +111,12 @@ class Launcher:
         started = "" if self._coordinator is None else ", started here"
         self._console.say(f"{text}{more}; coordinator {self._url}{started}")
 
+    def _begin_attendance(self) -> Attendance:
+        assert self._url is not None
+        names = [self._environment(place, 0)["GRADSERVER_NAME"] or "" for place in self._places]
+        is_own, is_only_here = self._coordinator is not None, all(host.is_here for host in self._options.hosts)
+        return Attendance(self._url, names, is_own, self._console, self._waker, is_only_here)
+
     def _start_agents(self) -> None:
         options = self._options
         for host in options.hosts:
@@ -121,7 +136,7 @@ class Launcher:
         return found
 
     def _start_coordinator(self, world: int) -> None:
-        """Start a coordinator, if there is none. An elastic one needs to know how many workers there are."""
+        """Start a coordinator, if there is none. Some options of it need to know how many workers there are."""
         options = self._options
         if self._url is not None or self._coordinator is not None:
             return
@@ -133,7 +148,7 @@ class Launcher:
             bind = numeric_url(address, 0)
         # It begins with all workers, or with those that are there when one of them loses its patience.
         size = ["--workers", f"*={options.minimum or 1}:{world}", "--gather", "3600"] if options.is_elastic else []
-        self._serve_options = [*size, *options.serve]
+        self._serve_options = [*size, *options.serve, *_sized([*size, *options.serve], world)]
         self._coordinator = Coordinator(bind, self._serve_options, options.log_dir)
 
     def _rendezvous(self, hello: Hello) -> tuple[str, int]:
@@ -167,6 +182,7 @@ class Launcher:
         for number in frames.read(self._wakeup) or b"":
             self._signalled(number)
         frames.read(self._console.drained)
+        frames.read(self._news)
         if self._coordinator is not None and self._coordinator.process.output.fileno() in readable:
             self._hear_coordinator(self._coordinator)
         for station in stations:
@@ -176,10 +192,12 @@ class Launcher:
         self._console.tell_of_loss()
         if self._crew is not None:
             self._crew.check_time(time.monotonic())
+            if self._attendance is not None:
+                self._attendance.check_time(time.monotonic(), len(self._crew.running()))
 
     def _reading(self, stations: list[Station]) -> list[int]:
         """Return the descriptors to read. Workers wait while their output is not read."""
-        reading = [self._wakeup, self._console.drained]
+        reading = [self._wakeup, self._console.drained, self._news]
         if not self._console.is_full:
             reading += [station.incoming for station in stations]
             reading += [station.errors for station in stations if station.is_heard]
@@ -188,7 +206,7 @@ class Launcher:
         return reading
 
     def _patience(self, deadline: float | None) -> float | None:
-        deadlines = [deadline, None if self._crew is None else self._crew.deadline()]
+        deadlines = [deadline, *(None if one is None else one.deadline() for one in (self._crew, self._attendance))]
         return min((one - time.monotonic() for one in deadlines if one is not None), default=None)
 
     def _signalled(self, number: int) -> None:
@@ -268,6 +286,19 @@ class Launcher:
             self._coordinator.close()
         if self._crew is not None:
             self._crew.close()
+        os.close(self._news)
+
+
+def _sized(words: list[str], world: int) -> list[str]:
+    """Return the number of workers as an option, if others need it. InvalidArgumentError if they cannot be right."""
+    if not words:
+        return []
+    from gradserver.serving import sized
+
+    try:
+        return sized(words, world)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--serve {shlex.join(words)!r}: {error.message}") from None
 
 
 def _make_folder(folder: Path) -> None:

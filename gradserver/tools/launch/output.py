@@ -18,6 +18,8 @@ _SHOWN_SECONDS: Final = 2.0
 """Time between two sights of a line that has no end yet, such as a progress bar."""
 _HURRIED_SECONDS: Final = 1.0
 """Time that a slow reader still gets when the user has asked twice to end."""
+AS_IT_WAS: Final = "surrogateescape"
+"""Handling of bytes in paths and arguments that the locale could not decode: they become what they were."""
 _COLOURS: Final = ("36", "33", "32", "35", "34", "31")
 
 
@@ -251,7 +253,7 @@ class Logs:
         if self._folder is not None and rank not in self._files:
             path = self._folder / f"rank-{rank}.log"
             self._files[rank] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self.write(rank, f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode())
+        self.write(rank, f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode(errors=AS_IT_WAS))
 
     def write(self, rank: int, data: bytes) -> None:
         """Write what a worker has printed. An error does not stop the training."""

@@ -85,7 +85,7 @@ class Station:
                 else:
                     yield frame
         except (FrameError, ValueError, KeyError, TypeError) as error:
-            raise StationError(f"what answers there is no agent of gradserver {__version__}: {error}") from None
+            raise StationError(f"what answers there is not an agent of gradserver {__version__}: {error}") from None
 
     def listen(self) -> list[bytes]:
         """Read what the remote shell or the agent has printed. Return the whole lines."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from gradserver.engine.control.findings import Findings
 from gradserver.engine.control.group.applicants import Applicants
+from gradserver.engine.control.group.blocked import BlockedMembers
 from gradserver.engine.control.group.configuration import Configuration
 from gradserver.engine.control.group.learners import Learners, Stage
 from gradserver.engine.control.group.leases import Leases
@@ -23,6 +24,7 @@ from gradserver.engine.control.group.requests import Requests
 from gradserver.engine.control.group.rounds import Rounds
 from gradserver.engine.control.group.sessions import Sessions
 from gradserver.engine.control.group.shards import DataShards
+from gradserver.engine.control.group.slow import Slow
 from gradserver.engine.control.group.turns import Turns
 from gradserver.engine.control.group.watch import Watch
 from gradserver.engine.control.planes import Candidate, Case
@@ -95,6 +97,8 @@ class Group:
     turns: Turns = field(default_factory=Turns)
     requests: Requests = field(default_factory=Requests)
     watch: Watch = field(default_factory=Watch)
+    blocked: BlockedMembers = field(default_factory=BlockedMembers)
+    slow: Slow = field(default_factory=Slow)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
@@ -179,7 +183,14 @@ class Group:
 
         A member that had the id before shows something else.
         """
-        said = f"{member_id} {self.members.identities.names[member_id]}"
+        return self._follows(f"{member_id} {self.members.identities.names[member_id]}")
+
+    @property
+    def proves(self) -> str:
+        """The text from which the proofs of results follow; empty if the group is not durable."""
+        return self._follows("results") if self.is_durable else ""
+
+    def _follows(self, said: str) -> str:
         return hmac.new(self.sessions.secret.encode(), said.encode(), hashlib.sha256).hexdigest()[:MAX_TOKEN]
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
@@ -366,10 +377,12 @@ class Group:
                 for member_id in self.members.by_id
             ],
             "waiting": waiting,
+            "gone": self.slow.describe(now),
             "joining": [one.describe(identities.rank(member_id)) for member_id, one in self.learners.by_id.items()],
             "broken": self.broken.message if self.broken else None,
             "data": self.leases.positions.snapshot(),
             "last_round": self.rounds.describe_last(),
+            "without_update": self.rounds.empty.describe(),
             "timeout": self.timeout,
             "round_timeout": self.round_timeout,
             "mean": str(self.policy.mean),

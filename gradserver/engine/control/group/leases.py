@@ -30,9 +30,10 @@ class Leases:
     audits: Audits = field(default_factory=Audits)
     asked: dict[tuple[str, int], tuple[Question, Ranges]] = field(default_factory=dict)
 
-    def restore(self, positions: Positions) -> None:
-        """Go on with what an earlier coordinator has written down."""
+    def restore(self, positions: Positions, round_number: int) -> None:
+        """Go on with what an earlier coordinator has written down, and with ``round_number``."""
         self.positions = positions
+        positions.go_on(round_number)
 
     def ask_later(self, member_id: int, question: Question, ranges: Ranges) -> None:
         """Keep a question until the rounds before it are over."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gradserver.engine.identities import Identities
+from gradserver.engine.identities import Identities, namesake
 from gradserver.engine.journal_state import MAX_EPOCHS
 from gradserver.engine.order_fields import Member
 from gradserver.protocol.messages import Membership, Paced
@@ -34,6 +34,7 @@ class Members:
         founded: number by which data halves know the group: the first epoch, or the last generation.
         founders: number of ids when the group began.
         first_rounds: first round of each member that joined the running group.
+        left: names of members that have left in peace, and are not back.
         paces: what members have said of their speed.
         news: memberships that a member may have to hear of, up to the latest.
     """
@@ -46,6 +47,7 @@ class Members:
     founded: int = 0
     founders: int = 0
     first_rounds: dict[int, int] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     paces: dict[int, Paced] = field(default_factory=dict)
     news: deque[Membership] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
 
@@ -75,6 +77,7 @@ class Members:
     def admit(self, member_id: int, name: str) -> None:
         """Give a place to a learner. It is no member yet."""
         self.identities.admit(member_id, name)
+        self.left.discard(name)
         self.world = len(self.identities.names)
 
     def promote(self, entered: Mapping[int, Member], number: int, epoch: int) -> str:
@@ -89,9 +92,11 @@ class Members:
         """Note that round ``number`` is the first one of these members alone."""
         self.first_rounds = dict.fromkeys(member_ids, number)
 
-    def lose(self, member_id: int) -> None:
-        """Take note that a member is gone. Ranks stay what they are until `depart`."""
-        self.by_id.pop(member_id, None)
+    def lose(self, member_id: int, politely: bool) -> None:
+        """Take note that a member is gone, or has left in peace. Ranks stay what they are until `depart`."""
+        member = self.by_id.pop(member_id, None)
+        if politely and member is not None:
+            self.left.add(member.name)
         self.paces.pop(member_id, None)
 
     def depart(self, member_id: int, epoch: int) -> None:
@@ -140,6 +145,10 @@ class Members:
     def early(self, number: int) -> tuple[int, ...]:
         """Return members that have ``number`` or a later one as their first round, since a recovery in it."""
         return tuple(sorted(member_id for member_id in self.by_id if self.first_rounds.get(member_id, -1) >= number))
+
+    def has_left(self, name: str) -> bool:
+        """Tell whether a member has left in peace that was called ``name``, perhaps with a number behind it."""
+        return name in self.left or namesake(name, sorted(self.left), ()) >= 0
 
     def describe_pace(self, member_id: int) -> dict[str, object]:
         """Return what a member has said of its speed, as plain JSON values; nothing if it has said nothing."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from gradserver.engine.control.group.empty import Empty
 from gradserver.engine.ends import MAX_CUTS, Ends
 from gradserver.engine.records import RoundRecord
 
@@ -32,6 +33,7 @@ class Rounds:
         paused: time since which too few workers are left; None while there are enough.
         ends: which rounds are over, and the epoch in force behind each, as they are written down.
         ledger: records of the last rounds.
+        empty: the last ones, if these had no update.
     """
 
     number: int = 0
@@ -42,6 +44,7 @@ class Rounds:
     paused: float | None = None
     ends: Ends = field(default_factory=Ends)
     ledger: deque[RoundRecord] = field(default_factory=lambda: deque(maxlen=_LEDGER_ROUNDS))
+    empty: Empty = field(default_factory=Empty)
 
     @property
     def told(self) -> tuple[int, int]:

@@ -116,7 +116,7 @@ NEVER: Final = {
     for event, legal, what in (
         (Event.PROPOSE, (WELCOME,), _UNEXPECTED.format("is not welcome yet, or has all its plans")),
         (Event.ENTER, LIVING[1:], _UNEXPECTED.format("is not welcome yet")),
-        (Event.STATE_FAILED, (), _UNEXPECTED.format("is no donor before it is a member")),
+        (Event.STATE_FAILED, (), _UNEXPECTED.format("is not a donor before it is a member")),
         (Event.BEHIND, LIVING[:4], "LeftOutError: it needs each result that it was sent."),
         (Event.DONATED, (WAITING,), "It does not wait for a donor."),
         (Event.HOPELESS, (WAITING,), "It does not wait for a donor."),

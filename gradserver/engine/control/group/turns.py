@@ -16,12 +16,15 @@ class Turn:
     opener: int = -1
     steps: list[tuple[Steps, int]] = field(default_factory=list)
     """Updates before it, each with the member that said it first."""
+    begun: dict[int, float] = field(default_factory=dict)
+    """Time at which each member first said which section it is of, as its first gradient was ready."""
 
-    def open(self, message: Opens, member_id: int) -> tuple[Opens, int]:
+    def open(self, message: Opens, member_id: int, now: float) -> tuple[Opens, int]:
         """Note which section the round is of, if no member has said so of this attempt or a later one.
 
         Return what was said first of the latest attempt, and the member.
         """
+        self.begun.setdefault(member_id, now)
         if self.opens is None or self.opens.attempt < message.attempt:
             self.opens, self.opener = message, member_id
         return self.opens, self.opener

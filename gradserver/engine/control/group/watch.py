@@ -43,9 +43,9 @@ class Watch:
     outliers: Outliers = field(default_factory=Outliers)
     evicted: dict[str, Evicted] = field(default_factory=dict)
 
-    def take(self, figures: Figures, weights: Mapping[int, float], section: int, present: int) -> Judgement:
-        """Take the figures of a round of a section of the plan. So many members are ``present``."""
-        found = self.outliers.take(figures.members, weights, section, present)
+    def take(self, figures: Figures, weights: Mapping[int, float], section: int) -> Judgement:
+        """Take the figures of a round of a section of the plan."""
+        found = self.outliers.take(figures.members, weights, section)
         if found.new:
             self.noise.restart()  # what was off is in the estimates
         elif not self.outliers.is_wild(figures.members):
