@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 LOWEST := .venv-lowest
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip --progress-bar on --disable-pip-version-check
 
 # The tests start hundreds of processes. Where this is set, each would compile everything anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -117,9 +117,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: '$(PYTHON)' cannot create virtual environments. Debian, Ubuntu: apt install" \
 	    "$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; exit 1; }
-	@echo "Setting up $(VENV), once: PyTorch and the other pinned packages. Takes one to five minutes, mostly download."
+	@echo "Setting up $(VENV), once: PyTorch and the other pinned packages. Takes one to five minutes and 1.5 GB, mostly download."
 	@[ "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" ] || clear=--clear; \
 	  $(PYTHON) -m venv $$clear $(VENV)
 	@$(PIP) install -c constraints.txt hatchling
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo,fast]'
 	@touch $@
+	@echo "Done. For the command gradserver in this terminal: . $(BIN)/activate"

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Command(
         prog="gradserver",
         description="Keep the replicas of a data-parallel training job synchronized over ordinary networks.",
-        epilog="To try it out, run `gradserver demo`. It takes about a minute on two cores.",
+        epilog="To try it out, run `gradserver demo`. It takes some minutes; with --quick, ten seconds.",
     )
     parser.add_argument("--version", action="version", version=f"gradserver {gradserver.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")

@@ -1,6 +1,6 @@
 """Settings of a coordinator: from flags, a configuration file, and defaults, each with its source.
 
-    bind = "tcp://0.0.0.0:7411"         # options as on the command line, without the hyphens
+    bind = "tcp://10.0.0.1:7411"        # options as on the command line, without the hyphens
     state-dir = "/var/lib/gradserver"
     round-timeout = 600                 # of all groups that say nothing else
 

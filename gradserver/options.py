@@ -78,8 +78,8 @@ class Option:
 GENERAL: Final = (
     Option(
         "bind",
-        "address to listen on, as tcp://HOST:PORT. With the default only this machine can connect, and with "
-        "tcp://0.0.0.0:7411 others can. Port 0 picks a free port",
+        "address to listen on, as tcp://HOST:PORT. With the default only this machine can connect. Others can "
+        "with an address of this machine, which should be a private one. Port 0 picks a free port",
         url,
         "URL",
         default=DEFAULT_BIND,

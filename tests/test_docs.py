@@ -137,10 +137,16 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
 
 def test_there_are_seven_scripts_and_the_readme_has_the_beginning_of_one() -> None:
     shown = scripts()
+    del shown["docs/before-and-after.md"]  # two whole ones
     begun = shown.pop("README.md")
     pages = "audit", "gradients", "jobs-and-data", "modes", "one-process", "robust-means", "training"
     assert set(shown) == {f"docs/{page}.md" for page in pages}
     assert shown["docs/training.md"].startswith(begun)
+
+
+def test_the_scripts_before_and_after_are_the_examples() -> None:
+    shown = [block.text for block in blocks("python") if block.document.name == "before-and-after.md"]
+    assert shown == [(ROOT / "examples" / name).read_text() for name in ("before_ddp.py", "after_ddp.py")]
 
 
 @pytest.mark.parametrize("name", ["docs/jobs-and-data.md", "docs/training.md"])
@@ -148,7 +154,8 @@ def test_scripts_train(name: str, tmp_path: Path) -> None:
     """Test the blocks of a page as one script, which every worker runs."""
     script = tmp_path / "train.py"
     digest = "print('weights', sum(p.double().sum().item() for p in network.parameters()))\n"
-    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{scripts()[name]}{digest}")
+    text = scripts()[name].replace("network = nn", "loss = None  # no graph of an earlier block\nnetwork = nn")
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{text}{digest}")
     with Daemon("--workers", "2") as daemon, ExitStack() as stack:
 
         def start(rank: int) -> Program:

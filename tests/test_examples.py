@@ -92,6 +92,37 @@ def test_train_ddp(world_size: int) -> None:
     assert sum(line.startswith("rank") for line in lines) == world_size
 
 
+def test_before_and_after(tmp_path: Path) -> None:
+    """Test that both learn as much, and that the second one goes on from where it was killed, on disks of their own."""
+    before = EXAMPLES / "before_ddp.py"
+    run = "-m", "torch.distributed.run", "--nproc-per-node", "2", str(before)
+    with Program(*run, environment={"CHECKPOINT": str(tmp_path / "before.pt")}, loaded="torch") as program:
+        assert program.end(STARTED_WITHIN) == 0
+        losses = [float(line.split()[-1]) for line in program.output() if line.startswith("epoch")]
+    with Daemon("--workers", "2") as daemon:
+
+        def start(stack: ExitStack) -> list[Program]:
+            common = {"GRADSERVER_URL": daemon.url, "WORLD_SIZE": "2", "CHECKPOINTS": str(tmp_path / "checkpoints")}
+            example = str(EXAMPLES / "after_ddp.py")
+            return [
+                stack.enter_context(Program(example, environment={**common, "RANK": str(rank)}, loaded="torch"))
+                for rank in (0, 1)
+            ]
+
+        with ExitStack() as stack:
+            killed = start(stack)
+            killed[0].expect("epoch 1, step 32: ", timeout=STARTED_WITHIN)
+            for program in killed:
+                program.send_signal(signal.SIGKILL)
+        with ExitStack() as stack:
+            programs = start(stack)
+            assert [program.end(STARTED_WITHIN) for program in programs] == [0, 0]
+            (*_, last) = programs[0].output()
+    assert last.startswith("epoch 3, step 64: loss ")
+    assert abs(float(last.split()[-1]) - losses[-1]) < 0.2
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_checkpoint(tmp_path: Path) -> None:
     """Test that after a kill and a restart it ends with the weights of an undisturbed run."""
     with Daemon("--workers", "2") as daemon:

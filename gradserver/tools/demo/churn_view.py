@@ -80,7 +80,8 @@ class ChurnView(View):
         s = self.settings
         return (
             ("more", f"gradserver demo --churn {s.churn / 2:g} --steps {2 * s.steps}"),
-            ("your own", f"gradserver serve --bind tcp://0.0.0.0:7411 --workers 2:{s.workers}"),
+            ("your own", f"gradserver serve --bind tcp://COORDINATOR:7411 --workers 2:{s.workers}"),
+            ("", "where COORDINATOR is the private address of that machine, as there is no authentication;"),
             ("", "and in your training script, on every machine:"),
             ("", '  worker = gradserver.connect("tcp://COORDINATOR:7411")'),
             ("", "  model = gradserver.DistributedDataParallel(model, worker)"),

@@ -37,7 +37,7 @@ _STARTUP_SECONDS = 8.0  # to import torch and read the text; twice in a run
 class Settings(AsJson):
     """One training run. Equal settings give equal samples and equal initial weights in every process.
 
-    The defaults are tuned so that both runs together (workers, then one process) take about a minute on two
+    The defaults are tuned so that both runs together (workers, then one process) take one to four minutes on two
     ordinary cores: a small model and small steps show the most learning for that time.
     """
 

@@ -143,7 +143,8 @@ class View:
         return (
             ("more", f"gradserver demo {more}"),
             ("", "gradserver demo --churn 10     (workers are killed, others join)"),
-            ("your own", "gradserver serve --bind tcp://0.0.0.0:7411 --workers 2"),
+            ("your own", "gradserver serve --bind tcp://COORDINATOR:7411 --workers 2"),
+            ("", "where COORDINATOR is the private address of that machine, as there is no authentication;"),
             ("", "and in your training script, on every machine:"),
             *(("", line) for line in connect),
             ("", "  model = gradserver.DistributedDataParallel(model, worker)"),

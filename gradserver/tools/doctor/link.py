@@ -131,8 +131,8 @@ def _reach(report: Report, section: Section, url: str) -> bool | None:
     except OSError as error:
         section.add("reachable", False, f"no: {reason_of(error)}")
         change = (
-            "start `gradserver serve` there, with --bind tcp://0.0.0.0:PORT if other hosts are to reach it, and let "
-            "firewalls pass TCP to the port"
+            "start `gradserver serve` there, with --bind and a private address of that machine if other hosts are to "
+            "reach it, and let firewalls pass TCP to the port"
         )
         report.find(f"{host}:{port} accepts no connection ({reason_of(error)})", change, breaks=True)
         return None
