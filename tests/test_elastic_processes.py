@@ -56,7 +56,7 @@ def test_status_shows_seats_and_the_epoch(capsys: pytest.CaptureFixture[str]) ->
         assert main(["status", coordinator.url, "--interval", "0.05"]) == 0
 
     shown = capsys.readouterr().out.splitlines()
-    assert "group 'default': active, 2 workers, elastic (1 to 3), epoch 2" in shown
+    assert "group 'default': active, 2 workers, elastic (1 to 3), membership epoch 2" in shown
     columns = [line.split() for line in shown if line.endswith(("0", "2")) and line.startswith("     ")]
     assert [(row[0], row[1], row[-1]) for row in columns] == [("0", "w0", "0"), ("1", "w2", "2")]
 

@@ -182,7 +182,7 @@ def test_the_others_hear_at_once_of_a_departure_and_that_they_go_on(politely: bo
     what = "left in round 0 (done)" if politely else "was lost in round 0 (connection reset)"
     reason = f"'w1' (rank 1) {what}; 2 workers go on"
     assert driven.only([0, 2], Membership) == [Membership(2, (0, 2), ("w0", "w2"), reason, not politely)] * 2
-    assert driven.logs[-1].text == f"group 'default': {reason}, epoch 2"
+    assert driven.logs[-1].text == f"group 'default': {reason}, membership epoch 2"
     assert driven.logs[-1].warning is not politely
     assert driven.group()["members"] == [
         {"rank": 0, "seat": 0, "name": "w0"},

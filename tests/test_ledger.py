@@ -214,7 +214,7 @@ def test_it_says_which_workers_contributed_and_were_waited_for_and_why(
     status, out, err = run(capsys, trained)
     text = "\n".join(out)
     assert (status, err) == (0, [])
-    assert "group 'default': 3 workers, epoch 1, since 20" in text
+    assert "group 'default': 3 workers, membership epoch 1, since 20" in text
     assert "plan: 3 buckets, 1.5 MB a round, as fp32" in text
     assert "rounds 0 to 2: 0." in text
     rows = {line.split()[1]: line.split() for line in out if line.split()[1:2] in (["w0"], ["w1"], ["w2"])}
@@ -248,7 +248,7 @@ def test_of_one_round_it_says_all(trained: Path, capsys: pytest.CaptureFixture[s
     status, out, _ = run(capsys, trained, "--round", 0)
     record = rounds_of(trained)[0]
     assert status == 0
-    assert out[0].startswith("round 0 of group 'default', epoch 1: 20")
+    assert out[0].startswith("round 0 of group 'default', membership epoch 1: 20")
     lines = {line.split()[1]: line for line in out if line.split()[1:2] in (["w0"], ["w1"], ["w2"])}
     assert f"{record.inputs[1]:016x}" in lines["w1"]
     assert "71.4%" in lines["w1"]
@@ -267,7 +267,7 @@ def test_ranges_and_groups_are_chosen(trained: Path, capsys: pytest.CaptureFixtu
     ):
         status, out, _ = run(capsys, trained, *options)
         assert status == 0
-        assert out[0] == "group 'default', epoch 1:"
+        assert out[0] == "group 'default', membership epoch 1:"
         assert [int(line.split()[0]) for line in out[2:]] == rounds
 
 
@@ -314,7 +314,7 @@ def test_a_whole_ledger_is_verified(trained: Path, capsys: pytest.CaptureFixture
     assert status == 0
     assert out[0].startswith("ledger-000001.gsl: ")
     assert out[0].endswith("KiB, intact")
-    assert out[1:] == ["group 'default', epoch 1: rounds 0 to 2", "no rounds are missing"]
+    assert out[1:] == ["group 'default', membership epoch 1: rounds 0 to 2", "no rounds are missing"]
 
 
 def test_wrong_paths_groups_and_rounds_are_told_with_what_there_is(
@@ -363,8 +363,8 @@ def test_rounds_are_said_to_be_of_the_epoch_in_which_they_were(
         state.append(Round("g", epoch, RoundRecord(number, (1.0, 1.0), at, at + 0.5, 1, ((at, at), (at, at)), (), ())))
     state.close()
 
-    assert run(capsys, tmp_path, "--round", 1)[1][-4].startswith("round 1 of group 'g', epoch 2: ")
-    assert "group 'g', epochs 1 to 3:" in run(capsys, tmp_path, "--from", 0)[1]
+    assert run(capsys, tmp_path, "--round", 1)[1][-4].startswith("round 1 of group 'g', membership epoch 2: ")
+    assert "group 'g', membership epochs 1 to 3:" in run(capsys, tmp_path, "--from", 0)[1]
 
 
 def test_a_slow_sender_is_told_from_a_late_beginner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,7 +392,7 @@ def test_missing_rounds_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write(tmp_path, [0, 1, 2, 7, 8])
     status, out, _ = run(capsys, tmp_path, "--verify")
     assert status == 1
-    assert out[-1] == "group 'g', epoch 1: rounds 3 to 6 missing"
+    assert out[-1] == "group 'g', membership epoch 1: rounds 3 to 6 missing"
 
 
 def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,7 +413,7 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.Cap
     assert status == 1
     assert out[0].endswith("KiB, damaged")
     assert out[1] == f"  bytes {place} to {entries[-2].at} are not a record"
-    assert out[-1] == "group 'g', epoch 1: round 2 missing"
+    assert out[-1] == "group 'g', membership epoch 1: round 2 missing"
 
 
 def test_a_file_that_is_being_written_is_read_as_far_as_it_goes(

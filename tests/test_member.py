@@ -210,7 +210,7 @@ def test_the_lowest_rank_logs_a_plane_that_changes() -> None:
 
     logged = [effect.text % effect.arguments for effect in alone.member.effects.take() if isinstance(effect, Log)]
     assert logged[0] == "group 'group': w0 left"
-    assert logged[1:] == ["group 'group': from epoch 8 on the plane is direct, because all have one"]
+    assert logged[1:] == ["group 'group': from membership epoch 8 on the plane is direct, because all have one"]
 
 
 def test_a_membership_is_in_force_behind_the_round_that_names_it() -> None:

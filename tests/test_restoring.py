@@ -208,7 +208,7 @@ def test_a_group_goes_on_where_it_was(tmp_path: Path) -> None:
 
     found, logs = engine(tmp_path, Policy(1, 4))
 
-    assert logs == ["group 'g': waiting for 'b' to come back, for 60 s; it was in round 8, epoch 2"]
+    assert logs == ["group 'g': waiting for 'b' to come back, for 60 s; it was in round 8, membership epoch 2"]
     group = found.control.groups["g"]
     assert (group.state.value, group.rounds.number, group.members.epoch, group.timeout) == ("suspended", 8, 2, 60.0)
     assert group.members.identities.present == (1,)

@@ -436,4 +436,4 @@ def test_the_status_shows_of_which_group_a_sub_group_is(capsys: pytest.CaptureFi
         together(workers, lambda worker: sub(worker, 0, 1))
         assert main(["status", server.url, "--interval", "0.05"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert "group 'default/1': active, 2 of 2 workers, epoch 2, sub-group of 'default'" in shown
+    assert "group 'default/1': active, 2 of 2 workers, membership epoch 2, sub-group of 'default'" in shown

@@ -315,10 +315,10 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
             known = runs.setdefault((incarnation, record.group, record.epoch), [record.record])
             if known[-1].round + 1 < record.record.round:
                 missing = span(known[-1].round + 1, record.record.round - 1)
-                holes.append(f"group {record.group!r}, epoch {record.epoch}: {missing} missing")
+                holes.append(f"group {record.group!r}, membership epoch {record.epoch}: {missing} missing")
             known[1:] = [record.record]
     for (_, name, epoch), records in runs.items():
-        print(f"group {name!r}, epoch {epoch}: {span(records[0].round, records[-1].round)}")
+        print(f"group {name!r}, membership epoch {epoch}: {span(records[0].round, records[-1].round)}")
     print("\n".join(holes) if holes else "no rounds are missing")
     return 1 if wrong or holes else 0
 

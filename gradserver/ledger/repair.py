@@ -148,7 +148,7 @@ def _name(record: Kind) -> str:
         case Round(group, _, done):
             return f"round {done.round} of group {group!r}"
         case Epoch(group, epoch):
-            return f"epoch {epoch} of group {group!r}"
+            return f"membership epoch {epoch} of group {group!r}"
         case Plan(group, _, number):
             return f"the plan of group {group!r} from round {number} on"
         case Start(incarnation):

@@ -187,7 +187,8 @@ class Story:
 
 def summary(story: Story) -> list[str]:
     """Show how often each member contributed and was waited for, the events, and the last rounds."""
-    lines = [f"group {story.name!r}: {counted(story.world, 'worker')}, epoch {story.epoch}, since {story.since}"]
+    world = counted(story.world, "worker")
+    lines = [f"group {story.name!r}: {world}, membership epoch {story.epoch}, since {story.since}"]
     if story.mode:
         lines.append(f"  mode: {plain(story.mode)}")
     if story.plan is not None:
@@ -242,7 +243,7 @@ def _staleness(found: Sequence[int]) -> str:
 def round_rows(story: Story, found: Sequence[Round]) -> list[str]:
     """Show one line for each round: the member that it waited for, how long, and why."""
     first, last = found[0].epoch, found[-1].epoch
-    epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+    epochs = f"membership epoch {first}" if first == last else f"membership epochs {first} to {last}"
     return [f"group {story.name!r}, {epochs}:", *_rows(story, [each.record for each in found])]
 
 
@@ -286,7 +287,7 @@ def one_round(story: Story, found: Round) -> list[str]:
     """Show all details of one round."""
     record = found.record
     lines = [
-        f"round {record.round} of group {story.name!r}, epoch {found.epoch}: "
+        f"round {record.round} of group {story.name!r}, membership epoch {found.epoch}: "
         f"{moment(story.start, record.opened)}, took {_seconds(record.completed - record.opened)}"
     ]
     total = sum(record.weights)

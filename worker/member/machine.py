@@ -170,7 +170,8 @@ class Member:
             before = self.identity.membership
             if (news.plane, news.plane_reason) != (before.plane, before.plane_reason):
                 choice = before.group, news.epoch, news.plane, news.plane_reason
-                self.effects.add(Log("group %r: from epoch %d on the plane is %s, because %s", choice, False))
+                text = "group %r: from membership epoch %d on the plane is %s, because %s"
+                self.effects.add(Log(text, choice, False))
 
     def round_done(self, done: RoundDone) -> None:
         """Take note that a round is over for all."""

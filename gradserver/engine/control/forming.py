@@ -159,7 +159,7 @@ def activate(registry: Registry, group: Group, effects: Effects) -> None:
         effects.send(member.connection, welcome, payloads)
     count, shards = len(group.members.by_id), f", {len(order.rates)} data shards" if order.rates else ""
     workers = "1 worker" if count == 1 else f"{count} workers"
-    effects.log(f"group {group.name!r}: complete with {workers}, epoch {group.members.epoch}{shards}")
+    effects.log(f"group {group.name!r}: complete with {workers}, membership epoch {group.members.epoch}{shards}")
     if is_told:
         group.log_plane(effects)
     effects.order(order)

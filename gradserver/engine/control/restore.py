@@ -89,7 +89,8 @@ def _groups(registry: Registry, records: Iterable[Kind], now: float, effects: Ef
             continue
         names = ", ".join(map(repr, group.members.identities.present_names()))
         what = f"waiting for {names} to come back, for {policy.reconnect:g} s"
-        effects.log(f"group {name!r}: {what}; it was in round {group.rounds.number}, epoch {group.members.epoch}")
+        where = f"round {group.rounds.number}, membership epoch {group.members.epoch}"
+        effects.log(f"group {name!r}: {what}; it was in {where}")
         yield group
 
 

@@ -134,7 +134,7 @@ def check(group: Group | None, message: Resume, ended: Mapping[str, GradServerEr
         raise group.broken.again()
     if message.epoch > group.members.epoch and not group.recovery.is_restored:
         raise UnexpectedMessageError(
-            f"a Resume of epoch {message.epoch} to group {group.name!r}, which is in epoch {group.members.epoch}"
+            f"a Resume of membership epoch {message.epoch} to group {group.name!r}, which is in {group.members.epoch}"
         )
     if not group.is_inside(message.member_id):
         evicted.check_return(group, message.member_id)

@@ -195,7 +195,7 @@ class Group:
 
     def news(self, what: str, lost: bool, effects: Effects) -> Membership:
         """Return the news of the present membership, which is a new one, and log it."""
-        effects.log(f"group {self.name!r}: {what}, epoch {self.members.epoch}", warning=lost)
+        effects.log(f"group {self.name!r}: {what}, membership epoch {self.members.epoch}", warning=lost)
         if self.choose_plane():
             self.log_plane(effects)
         return self.membership(what, lost)
