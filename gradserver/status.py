@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import zmq
 
 from gradserver.json_text import json_text
+from gradserver.printing import say
 from gradserver.protocol.buffer import size_text
 from gradserver.protocol.errors import (
     CoordinatorError,
@@ -43,11 +44,11 @@ def show(url: str, interval: float, as_json: bool) -> int:
         return 0
     if "shard" in first:
         shard = first["shard"]
-        print(f"{url} is data shard {shard['number']} of the coordinator at {shard['primary']}: ask the coordinator")
+        say(f"{url} is data shard {shard['number']} of the coordinator at {shard['primary']}: ask the coordinator")
         return 0
     if first["groups"]:
         time.sleep(interval)
-    print("\n".join(render(first, survey(url))))
+    say(*render(first, survey(url)))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from gradserver.ledger.files import files_of
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
 from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, span, summary
+from gradserver.printing import complain, say
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
 from gradserver.protocol.limits import KIB, MIB
@@ -75,7 +75,7 @@ def export(path: str, target: str) -> int:
     except OSError as error:
         raise StateError(f"cannot write {target}: {reason_of(error)}") from error
     damage = f", {len(faults)} places could not be read" if faults else ""
-    print(f"{target}: {count} records written{damage}")
+    say(f"{target}: {count} records written{damage}")
     return 0
 
 
@@ -99,9 +99,9 @@ def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
         if not selection.is_all and not found:
             raise _nothing(path, selection, list(_read(files, [])))
     else:
-        print("\n".join(_text(path, files, written, selection)))
+        say(*_text(path, files, written, selection))
     for fault in faults:
-        print(f"gradserver: {fault}", file=sys.stderr)
+        complain("gradserver", fault)
     return 1 if faults else 0
 
 
@@ -299,7 +299,7 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
     wrong = False
     for file in files:
         line, bad = _check(file)
-        print(line)
+        say(line)
         wrong |= bad
     runs: dict[tuple[int, str, int], list[RoundRecord]] = {}
     holes: list[str] = []
@@ -316,8 +316,8 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
                 holes.append(f"group {record.group!r}, epoch {record.epoch}: {missing} missing")
             known[1:] = [record.record]
     for (_, name, epoch), records in runs.items():
-        print(f"group {name!r}, epoch {epoch}: {span(records[0].round, records[-1].round)}")
-    print("\n".join(holes) if holes else "no rounds are missing")
+        say(f"group {name!r}, epoch {epoch}: {span(records[0].round, records[-1].round)}")
+    say(*(holes or ["no rounds are missing"]))
     return 1 if wrong or holes else 0
 
 

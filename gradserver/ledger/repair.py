@@ -13,6 +13,7 @@ from gradserver.engine.records import Epoch, Plan, Round, Snapshot, Start
 from gradserver.ledger.files import OWN, file_number, lock, sync_directory
 from gradserver.ledger.journal import HEADER_BYTES, Entry, Fault, check_format, frame, header, scan
 from gradserver.ledger.tables import span
+from gradserver.printing import say
 from gradserver.protocol.errors import StateError, reason_of
 
 _MOST_TOLD: Final = 100
@@ -37,7 +38,7 @@ def repair(path: Path, files: Sequence[Path]) -> int:
     held = lock(path if path.is_dir() else path.parent)
     try:
         for file in files:
-            print(_mend(file))
+            say(_mend(file))
     except OSError as error:
         raise StateError(f"cannot repair {path}: {reason_of(error)}") from error
     finally:
