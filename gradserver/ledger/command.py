@@ -299,7 +299,7 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
     wrong = False
     for file in files:
         line, bad = _check(file)
-        say(line)
+        say(*line.split("\n"))
         wrong |= bad
     runs: dict[tuple[int, str, int], list[RoundRecord]] = {}
     holes: list[str] = []

@@ -38,7 +38,7 @@ def repair(path: Path, files: Sequence[Path]) -> int:
     held = lock(path if path.is_dir() else path.parent)
     try:
         for file in files:
-            say(_mend(file))
+            say(*_mend(file).split("\n"))
     except OSError as error:
         raise StateError(f"cannot repair {path}: {reason_of(error)}") from error
     finally:
