@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.json_text import json_text
-from gradserver.ledger.files import files_of
+from gradserver.ledger.files import MAX_FILE_BYTES, files_of
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
 from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, span, summary
 from gradserver.printing import complain, say
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
+from gradserver.protocol.files import read_regular
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.means import Mean
 from gradserver.tables import counted
@@ -118,7 +119,7 @@ def _files(path: Path) -> list[Path]:
 
 def _content(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        data = read_regular(file, MAX_FILE_BYTES)
     except OSError as error:
         raise StateError(f"cannot read {file}: {reason_of(error)}") from error
     if data.strip(b"\0"):

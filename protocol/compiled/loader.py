@@ -217,7 +217,7 @@ def _compile(directory: Path) -> None:
 def _directory() -> Iterator[Path]:
     """Find a directory for machine code of this version, compiler and processor; or make one that is soon deleted.
 
-    What is loaded from it is run. So it belongs to this user, and no other can write there, or put another in its place.
+    What is loaded from it is run. So it belongs to this user, and no other can write there or replace it.
     """
     import tempfile  # imported here: where a home can be written, this is not needed
 
@@ -245,7 +245,9 @@ def _ours(path: Path) -> Path | None:
         for folder in (path.parent, path):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-        safe = all(map(_is_own, (path.parent, path))) and all(map(_keeps_entries, path.parent.parents))
+            if not _is_own(folder):
+                return None
+        safe = all(map(_keeps_entries, path.parent.parents))
     except OSError:
         return None
     return path if safe and os.access(path, os.W_OK) else None
