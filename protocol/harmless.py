@@ -1,7 +1,7 @@
 """Texts of other processes, made fit for terminals and logs.
 
 Names, reasons and errors come from members and servers, which may be false. Raw, they could move the cursor of a
-terminal, set its title, turn the direction of its text, or begin a line that looks like one of the log.
+terminal or set its title. Or they could begin a line that looks like one of the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bytes of a message that is not whole, which libzmq keeps for a process that has connected.
 
 libzmq hands a message over when its last part has come. Its options bound a part, and the number of messages, not the
-parts of one: a server that is none could fill the memory with a message without an end. So the process that waits looks
+parts of one. A server that is none could fill the memory with a message without an end. So the process that waits looks
 from time to time. The kernel knows how many bytes have come (TCP_INFO), and `Dealer` how many it was given.
 """
 
