@@ -81,9 +81,11 @@ def too_few_text(limit: int) -> str:
 
 
 def can_share() -> bool:
-    """Return True if descriptors may be spent on shared memory: a worker takes several, and can do without."""
-    limit = descriptor_limit()
-    return open_descriptors() <= limit - 2 * reserve_of(limit)
+    """Return True if descriptors may be spent on shared memory: of the first third of all.
+
+    A worker that shares memory takes three times as many as another, and can do without.
+    """
+    return open_descriptors() <= descriptor_limit() // 3
 
 
 def machine_memory() -> int:
