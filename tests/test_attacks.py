@@ -206,7 +206,7 @@ def exchange_at(url: str, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("limit", [34, 40, 46, 58])
+@pytest.mark.parametrize("limit", [40, 46, 58])
 def test_a_coordinator_with_few_descriptors_refuses_workers_and_serves_the_others(limit: int) -> None:
     code = FEW_DESCRIPTORS.replace("200", str(limit)).replace('"--quiet"', '"--workers", "6"')
     with Program("-c", code, loaded="") as daemon:

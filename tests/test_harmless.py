@@ -43,7 +43,7 @@ def test_an_error_of_another_process_is_harmless() -> None:
     error = Failure(Scope.CONNECTION, "PlanMismatchError", BAD).exception()
     assert isinstance(error, PlanMismatchError)
     assert error.message == one_line(BAD)
-    facts = {"workers": (BAD, "w1"), "worker": BAD, "reason": BAD, "unknown": 3}
+    facts: dict[str, str | int | tuple[str, ...]] = {"workers": (BAD, "w1"), "worker": BAD, "reason": BAD, "unknown": 3}
     for kind in ("WorkerLostError", "JoinRefusedError", "CoordinatorStoppedError", "DisagreementError"):
         told = Failure(Scope.CONNECTION, kind, BAD, dict(facts)).exception()
         assert is_harmless(f"{told} {told.fields}".replace("\\x", "")), kind

@@ -79,7 +79,7 @@ def test_keys_that_are_made_to_collide_are_refused(kind: str) -> None:
 
 
 def test_keys_of_honest_trees_are_taken() -> None:
-    tree = {number << shift: number for shift in (0, 32, 70, 200) for number in range(1, 3000)}
+    tree: dict[object, object] = {number << shift: number for shift in (0, 32, 70, 200) for number in range(1, 3000)}
     tree |= {(number, str(number)): None for number in range(3000)} | {number / 8: 1 for number in range(1, 999, 8)}
     packed = pack(tree)
     assert unpack(packed.manifest, lambda _: b"") == tree
