@@ -11,6 +11,7 @@ import gradserver
 from gradserver import serving
 from gradserver.arguments import add_seconds, number, seconds
 from gradserver.command_line import Command, print_all
+from gradserver.printing import complain
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports of a process that SIGPIPE has ended
     except GradServerError as error:
-        print(f"gradserver: {error}", file=sys.stderr)
+        complain("gradserver", error)
         return 2 if isinstance(error, InvalidArgumentError) else 1
     except KeyboardInterrupt:
         return 130

@@ -27,11 +27,19 @@ from typing import Any, Final, NamedTuple
 
 from gradserver.options import BY_KEY, GENERAL, SECTIONS, Option, each
 from gradserver.protocol.errors import InvalidArgumentError
-from gradserver.protocol.limits import MAX_NAME_BYTES
+from gradserver.protocol.files import read_regular
+from gradserver.protocol.limits import KIB, MAX_GROUPS, MAX_NAME_BYTES
 from gradserver.protocol.nearest import did_you_mean
 
 DEFAULT: Final = "default"
 """Source of a setting that neither a flag nor a file has."""
+_MAX_BYTES: Final = 64 * KIB
+_MAX_DOTS: Final = 1024
+"""Dots of a line: of a key, or of the names of all groups."""
+_MAX_PARTS: Final = 4
+"""Parts of a key with a line of their own. Options have three at most."""
+_MAX_BITS: Final = 64
+_MAX_WRITTEN: Final = 80
 
 
 class Setting(NamedTuple):
@@ -143,7 +151,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def read(path: Path) -> Settings:
     """Return what a configuration file says; InvalidArgumentError names the line of what is wrong."""
     try:
-        text = path.read_text("utf-8")
+        text = read_regular(path, _MAX_BYTES).decode()
+        _check_lines(path, text)
         content = tomllib.loads(text)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -152,8 +161,12 @@ def read(path: Path) -> Settings:
         raise InvalidArgumentError(f"the configuration file {path} is not text in UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidArgumentError(f"{path} is not TOML: {error}") from error
-    lines, settings = _lines(text), Settings()
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{path} has a value that is no option's: {str(error)[:120]}") from error
     tables = content.pop("group", {})
+    if len(tables) > MAX_GROUPS:
+        raise InvalidArgumentError(f"{path} has {len(tables)} groups, and {MAX_GROUPS} is the limit")
+    lines, settings = _lines(text), Settings()
     where = f"{path}:{lines.get(('group',), 1)}"
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise InvalidArgumentError(f"{where}: `group` has a table for each group, as [group.NAME]")
@@ -185,8 +198,26 @@ def _table(
                 f"{where}: {key!r} is an option of the coordinator, not of group {place[1]!r}: put it in front of the "
                 f"first [group.NAME]"
             )
-        found[key] = Setting(_shown(value), _value(option, value, where), where)
+        made = _value(option, value, where)
+        found[key] = Setting(_shown(value), made, where)
     return found
+
+
+def _check_lines(path: Path, text: str) -> None:
+    """Raise InvalidArgumentError of a key that has so many parts that reading it takes long."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > _MAX_DOTS:
+            raise InvalidArgumentError(f"{path}:{number}: a line with more than {_MAX_DOTS} dots")
+
+
+def _written(value: Any) -> str:
+    """Return a value as a file has it, or the beginning of it."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length():,} bits"
+    try:
+        return str(value).lower() if isinstance(value, bool) else repr(value)[:_MAX_WRITTEN]
+    except (ValueError, RecursionError):  # it has such an integer, or is too deep
+        return "what it is"
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
@@ -203,9 +234,10 @@ def _value(option: Option, value: Any, where: str) -> Any:
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{where}: {option.key} is true or false, not {value!r}")
         return value
-    written = str(value).lower() if isinstance(value, bool) else repr(value)  # as a file has it
+    written = _written(value)
+    is_huge = isinstance(value, int) and value.bit_length() > _MAX_BITS
     is_list = isinstance(value, list) and option.key == "groups" and all(isinstance(one, str) for one in value)
-    if isinstance(value, bool) or not (isinstance(value, str | int | float) or is_list):
+    if isinstance(value, bool) or is_huge or not (isinstance(value, str | int | float) or is_list):
         what = "a list of names, or a text with commas" if option.key == "groups" else "a number or a text"
         raise InvalidArgumentError(f"{where}: {option.key} is {what}, not {written}")
     text = _shown(value)
@@ -231,11 +263,11 @@ def _lines(text: str) -> dict[tuple[str, ...], int]:
         stripped = line.strip()
         if stripped.startswith("["):
             table = _path(stripped.partition("#")[0])
-            for length in range(1, len(table) + 1):
+            for length in range(1, min(len(table), _MAX_PARTS) + 1):
                 found.setdefault(table[:length], number)
         elif "=" in stripped and not stripped.startswith("#"):
             key = _path(f"{stripped.partition('=')[0]} = 0")
-            for length in range(1, len(key) + 1):
+            for length in range(1, min(len(key), _MAX_PARTS) + 1):
                 found.setdefault((*table, *key[:length]), number)
     return found
 

@@ -30,6 +30,7 @@ from gradserver.engine.records import Closed, Durable, Plan
 from gradserver.lossy import Owed
 from gradserver.protocol.errors import reason_of
 from gradserver.protocol.exchange import layout_of
+from gradserver.protocol.files import open_regular
 from gradserver.protocol.plan import Plan as PlanTable
 
 log = logging.getLogger("gradserver")
@@ -121,7 +122,7 @@ def _lengths(plan: PlanTable, first: int, grain: int) -> Iterable[tuple[tuple[in
 def _map(path: Path, size: int) -> mmap.mmap:
     """Map ``size`` bytes of a file, zeros if it is new; memory, if the disk is full."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT, links=False)
         try:
             os.posix_fallocate(fd, 0, size)  # a full disk fails here, and does not kill the process later
             return mmap.mmap(fd, size)

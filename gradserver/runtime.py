@@ -18,10 +18,9 @@ from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.channel import Outlet
 from gradserver.protocol.compiled.loader import standing
 from gradserver.protocol.errors import ClosedError, CoordinatorError, GradServerError, ProtocolError
+from gradserver.protocol.log import log
 from gradserver.protocol.messages import Failure, Message, Scope, Split
 from gradserver.reducer import PENDING, Pending, Reducer
-
-log = logging.getLogger("gradserver")
 
 T = TypeVar("T")
 

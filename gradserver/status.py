@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any, Final, cast
 
 import zmq
 
 from gradserver.json_text import json_text
+from gradserver.printing import say
 from gradserver.protocol.buffer import size_text
 from gradserver.protocol.errors import (
     CoordinatorError,
     CoordinatorUnreachableError,
+    InvalidArgumentError,
     ProtocolError,
     UnexpectedMessageError,
     reason_of,
@@ -22,9 +26,12 @@ from gradserver.protocol.limits import MAX_FRAME_BYTES
 from gradserver.protocol.messages import Failure, Status, StatusRequest
 from gradserver.protocol.planes import DIRECT, HIERARCHICAL
 from gradserver.protocol.transport.dealer import Dealer
+from gradserver.protocol.transport.numbers import Frames
 from gradserver.protocol.transport.reach import reach, remedy
+from gradserver.protocol.transport.under_way import LOOK_SECONDS
 from gradserver.protocol.url import beside, not_answered
 from gradserver.protocol.wire import decode, encode
+from gradserver.snapshot import Snapshot, snapshot_in
 from gradserver.tables import counted, table
 
 _UNMEASURED: Final = {
@@ -55,11 +62,14 @@ def show(url: str, interval: float, as_json: bool) -> int:
         return 0
     if "shard" in first:
         shard = first["shard"]
-        print(f"{url} is data shard {shard['number']} of the coordinator at {shard['primary']}: ask the coordinator")
+        say(f"{url} is data shard {shard['number']} of the coordinator at {shard['primary']}: ask the coordinator")
         return 0
     if first["groups"]:
         time.sleep(interval)
-    print("\n".join(render(first, survey(url))))
+    second = survey(url)
+    if "shard" in second:
+        raise ProtocolError(f"{url} was a coordinator, and now is data shard {second['shard']['number']} of another")
+    say(*render(first, second))
     return 0
 
 
@@ -71,23 +81,27 @@ def watch(url: str, seconds: float) -> int:
         while True:
             time.sleep(seconds)
             after = survey(url)
-            text = "\n".join(render(before, after))
-            print(f"{_CLEAR}{text}" if in_place else f"{text}\n", flush=True)
+            if in_place:
+                print(_CLEAR, end="")
+            say(*render(before, after), *([] if in_place else [""]))
             before = after
     except KeyboardInterrupt:
         return 0
 
 
-def survey(url: str) -> dict[str, Any]:
-    """Take a snapshot of a coordinator, and add the traffic of its other data shards."""
+def survey(url: str) -> Snapshot:
+    """Take a snapshot of a coordinator, and add the traffic of its other data shards. These are asked at once."""
     snapshot = fetch(url)
-    for shard in snapshot.get("shards", []):
+    shards = snapshot.get("shards", [])
+    with ThreadPoolExecutor(max(len(shards), 1)) as threads:
+        asked = [(shard, threads.submit(_groups_of, shard["url"], url)) for shard in shards if shard["number"]]
+    for shard in shards:
         if not shard["number"]:
             shard["bytes"] = sum(_traffic(group) for group in snapshot["groups"].values())
-            continue
+    for shard, answer in asked:
         try:
-            groups = fetch(beside(shard["url"], url))["groups"]
-        except (CoordinatorError, ProtocolError) as error:
+            groups = answer.result()
+        except (CoordinatorError, ProtocolError, InvalidArgumentError) as error:
             shard["error"] = str(error)
             continue
         shard["bytes"] = sum(_traffic(group) for group in groups.values())
@@ -95,6 +109,15 @@ def survey(url: str) -> dict[str, Any]:
             if name in snapshot["groups"]:
                 _add(snapshot["groups"][name], there)
     return snapshot
+
+
+def _groups_of(shard: str, url: str) -> dict[str, Any]:
+    """Return the groups of the data shard at a URL that the coordinator at ``url`` has named."""
+    answer = fetch(beside(shard, url))
+    if "shard" not in answer:
+        raise ProtocolError(f"{shard} is no data shard")
+    groups: dict[str, Any] = answer["groups"]
+    return groups
 
 
 def _traffic(group: dict[str, Any]) -> int:
@@ -105,12 +128,13 @@ def _add(group: dict[str, Any], there: dict[str, Any]) -> None:
     """Add what another data shard sees of a group."""
     for counter in ("bytes_in", "bytes_out", "slices"):
         group[counter] += there[counter]
-    group["outstanding"] = [one + other for one, other in zip(group["outstanding"], there["outstanding"], strict=True)]
+    both = zip_longest(group["outstanding"], there["outstanding"], fillvalue=0)
+    group["outstanding"] = [one + other for one, other in both]
     known = {exchange["what"] for exchange in group["open"]}
     group["open"] += [exchange for exchange in there["open"] if exchange["what"] not in known]
 
 
-def fetch(url: str) -> dict[str, Any]:
+def fetch(url: str) -> Snapshot:
     """Take one snapshot. CoordinatorUnreachableError if none comes in time."""
     try:
         address, _, _ = reach(url, _PATIENCE)
@@ -119,29 +143,39 @@ def fetch(url: str) -> dict[str, Any]:
         raise CoordinatorUnreachableError(text) from error
     context = zmq.Context()
     dealer = Dealer(context, address, MAX_FRAME_BYTES)
-    poller = zmq.Poller()
-    poller.register(dealer.socket, zmq.POLLIN)
-    poller.register(dealer.monitor, zmq.POLLIN)
     try:
         dealer.socket.send(encode(StatusRequest()))
-        ready = dict(poller.poll(int(_PATIENCE * 1000)))
-        if dealer.monitor in ready and dealer.socket not in ready:
-            raise CoordinatorUnreachableError(dealer.end(url, "coordinator").message)
-        if not ready:
-            raise CoordinatorUnreachableError(not_answered(url, _PATIENCE))
-        frames = dealer.receive()
+        return _status_in(_answer(dealer, url))
+    except ProtocolError as error:
+        raise ProtocolError(f"{url} answers, but not as a gradserver coordinator: {error}") from error
     finally:
         dealer.disconnect(0)
         context.term()
-    try:
-        message, payloads = decode(frames)
-        if isinstance(message, Failure):
-            raise message.exception()
-        if not isinstance(message, Status):
-            raise UnexpectedMessageError(f"a {type(message).__name__} instead of a Status")
-        return cast(dict[str, Any], json.loads(bytes(payloads[0])))
-    except (ProtocolError, ValueError) as error:
-        raise ProtocolError(f"{url} answers, but not as a gradserver coordinator: {error}") from error
+
+
+def _answer(dealer: Dealer, url: str) -> Frames:
+    """Wait for a message, and return it."""
+    poller = zmq.Poller()
+    poller.register(dealer.socket, zmq.POLLIN)
+    poller.register(dealer.monitor, zmq.POLLIN)
+    until = time.monotonic() + _PATIENCE
+    while (left := until - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(min(left, LOOK_SECONDS) * 1000) + 1))
+        if dealer.socket in ready:
+            return dealer.receive()
+        if dealer.has_ended():
+            raise CoordinatorUnreachableError(dealer.end(url, "coordinator").message)
+        dealer.look("coordinator")
+    raise CoordinatorUnreachableError(not_answered(url, _PATIENCE))
+
+
+def _status_in(frames: Frames) -> Snapshot:
+    message, payloads = decode(frames)
+    if isinstance(message, Failure):
+        raise message.exception()
+    if not isinstance(message, Status):
+        raise UnexpectedMessageError(f"a {type(message).__name__} instead of a Status")
+    return snapshot_in(payloads[0])
 
 
 def render(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -305,7 +339,7 @@ def _members(group: dict[str, Any]) -> list[str]:
     found: dict[str, list[object]] = {
         "rank": [member["rank"] for member in members],
         "worker": [member["name"] for member in members],
-        "no result yet": [f"{flights[member.get('seat', member['rank'])] / 1e6:.1f} MB" for member in members],
+        "no result yet": [f"{_flight(flights, member) / 1e6:.1f} MB" for member in members],
     }
     if any("held_up" in member for member in members):
         heading = f"held the group up, in {counted(group['pace']['known'], 'round')}"
@@ -317,8 +351,8 @@ def _members(group: dict[str, Any]) -> list[str]:
         found["batches"] = [f"{pace['batches']} a round" if pace else "" for pace in paces]
     gradients = [member.get("gradients") for member in group["members"]]
     if any(gradients):
-        found["norm"] = [f"{one['norm_ratio']:.3g} x" if one else "" for one in gradients]
-        found["cosine"] = [f"{one['cosine']:.2f}" if one else "" for one in gradients]
+        found["norm"] = [f"{_shown(one['norm_ratio'], '.3g')} x" if one else "" for one in gradients]
+        found["cosine"] = [_shown(one["cosine"], ".2f") if one else "" for one in gradients]
     offers = [member.get("offer", {}) for member in group["members"]]
     if any(offer.get("devices") for offer in offers):
         found["device"] = [offer["devices"][0]["name"] if offer.get("devices") else "CPU" for offer in offers]
@@ -332,6 +366,16 @@ def _members(group: dict[str, Any]) -> list[str]:
 
 def _held_up(one: dict[str, Any] | None) -> str:
     return "" if one is None else f"{one['seconds']:.3g} s in {one['rounds']}, {one['cause']}"
+
+
+def _flight(flights: Sequence[int], member: dict[str, Any]) -> int:
+    member_id = member.get("seat", member["rank"])
+    return flights[member_id] if 0 <= member_id < len(flights) else 0
+
+
+def _shown(number: float | None, form: str) -> str:
+    """Format a number. Those that are not finite are null in JSON."""
+    return "?" if number is None else format(number, form)
 
 
 def _duration(seconds: float) -> str:

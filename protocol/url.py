@@ -75,6 +75,6 @@ def no_coordinator(url: str, what: str, closed: bool) -> str:
         return f"{text} speaks another protocol. Is the port right?"
     return (
         f"{text} closed the connection. If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the "
-        f"{what} behind it cannot be reached: is `gradserver serve` running where it leads to? Otherwise, is the port "
-        f"right?"
+        f"{what} behind it cannot be reached: is `gradserver serve` running where it leads to? If it is a {what}, it "
+        f"has too few descriptors (open files), as its log says. Otherwise, is the port right?"
     )

@@ -15,13 +15,16 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import GradServerError
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Operation, Stream
 from gradserver.protocol.limits import MIB, SLICE_BYTES
 from gradserver.protocol.messages import Join, Message, Ping, Push, StatusRequest, Welcome
 from gradserver.protocol.wire import encode
+from gradserver.status import fetch
 from gradserver.transport.system import Spare, queued
 from gradserver.transport.traffic import (
     MEMBERS_MESSAGES,
@@ -34,7 +37,7 @@ from gradserver.transport.traffic import (
     Traffic,
 )
 from gradserver.worker.connect import connect
-from tests.cluster import PATIENCE, Daemon, Program, joined, wait_until, worker_program
+from tests.cluster import PATIENCE, Daemon, Program, Task, joined, wait_until, worker_program
 from tests.strangers import Stranger
 from tests.test_bad_input import Bystanders, frame, speaking_zmtp
 
@@ -190,6 +193,35 @@ def test_connections_that_take_all_descriptors_keep_no_worker_out() -> None:
         assert daemon.running
 
 
+def exchange_at(url: str, name: str) -> str:
+    """Join the group of six, and exchange. Return the error, if there is one."""
+    try:
+        with connect(url, name=name, timeout=6.0) as worker:
+            for _ in range(3):
+                tensor = np.ones(200_000, np.float32)
+                worker.all_reduce(tensor, "sum")
+                assert (tensor == 6).all()
+    except GradServerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("limit", [40, 46, 58])
+def test_a_coordinator_with_few_descriptors_refuses_workers_and_serves_the_others(limit: int) -> None:
+    code = FEW_DESCRIPTORS.replace("200", str(limit)).replace('"--quiet"', '"--workers", "6"')
+    with Program("-c", code, loaded="") as daemon:
+        url = daemon.expect("listening on ")
+        errors = [task.result() for task in [Task(exchange_at, url, f"w{rank}") for rank in range(6)]]
+        assert fetch(url)["url"] == url  # it lives
+        if limit > 45:
+            assert errors == [""] * 6  # without memory that is shared, all can come
+        else:
+            assert any(f"too few descriptors (open files) left: {limit} is its limit" in one for one in errors)
+            for error in errors:
+                assert "too few descriptors" in error or "missing: " in error or "is needed to go on" in error, error
+        assert daemon.running
+
+
 @contextmanager
 def pairs(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
     """Yield TCP connections, both ends of each."""
@@ -212,7 +244,7 @@ def is_cut_off(end: socket.socket) -> bool:
 def test_the_oldest_stranger_goes_when_descriptors_are_short() -> None:
     with pairs(4) as ends:
         connections = Connections()
-        connections._descriptors = connections._others + 3
+        connections._most = connections._others + 3
         for accepted, _ in ends[:3]:
             connections.accepted(accepted.fileno())
         member = connections.admit(b"nobody known")

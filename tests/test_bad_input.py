@@ -529,7 +529,8 @@ def closed_at_once(url: str) -> str:
     return (
         f"the process that listens at {url} is not a gradserver coordinator: expected a handshake, and it closed the "
         f"connection. If it is a relay (an ssh tunnel, kubectl port-forward, a load balancer), the coordinator behind "
-        f"it cannot be reached: is `gradserver serve` running where it leads to? Otherwise, is the port right?"
+        f"it cannot be reached: is `gradserver serve` running where it leads to? If it is a coordinator, it "
+        f"has too few descriptors (open files), as its log says. Otherwise, is the port right?"
     )
 
 

@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 import torch
 
+from gradserver.protocol.harmless import harmless
 from gradserver.tools import demo
 from gradserver.tools.common.processes import RunError
-from gradserver.tools.common.screen import Screen, duration, harmless
+from gradserver.tools.common.screen import Screen, duration
 from gradserver.tools.demo import runner
 from gradserver.tools.demo.corpus import Corpus, CorpusError, read_source
 from gradserver.tools.demo.lives import Account, ChurnVerdict, Life, churned, judge_churn

@@ -517,6 +517,43 @@ def test_machine_code_lies_where_this_user_alone_can_write(tmp_path: Path, monke
     assert not directory.exists()
 
 
+@pytest.mark.parametrize("place", ["home", "folder", "key", "parent"])
+def test_no_machine_code_comes_from_where_others_can_put_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    (tmp_path / "own").mkdir()
+    temporary.mkdir()
+    home.mkdir(mode=0o700)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    link = {"folder": home / "gradserver", "key": home / "gradserver" / f"kernels-{loader._key()}"}.get(place)
+    if link is not None:  # a link that leads to a directory of this user now
+        link.parent.mkdir(mode=0o700, exist_ok=True)
+        link.symlink_to(tmp_path / "own")
+    else:
+        (home if place == "home" else tmp_path).chmod(0o777)
+    temporary.chmod(0o700)
+    with loader._directory() as directory:
+        assert home not in directory.parents
+        assert directory.resolve() == directory
+        inside = temporary / f"gradserver-{os.geteuid()}"
+        assert (directory.parent == inside) == (place != "parent")
+    assert directory.exists() == (place != "parent")
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_a_sticky_directory_keeps_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "linked"))
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o1777)
+    (tmp_path / "linked").symlink_to(tmp_path / "all")
+    with loader._directory() as directory:
+        assert directory.parent == tmp_path / "all" / "gradserver"
+
+
 def test_a_home_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").touch()
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)

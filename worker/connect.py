@@ -31,6 +31,7 @@ from gradserver.protocol.errors import (
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
+from gradserver.protocol.log import log
 from gradserver.protocol.messages import Join, Welcome
 from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.offers import summary
@@ -46,8 +47,6 @@ from gradserver.worker.transport.greeting import takes_no_workers
 from gradserver.worker.transport.probing import Link, measure
 from gradserver.worker.transport.reconnect import ReconnectingChannel
 from gradserver.worker.transport.tcp import TcpChannel
-
-log = logging.getLogger("gradserver")
 
 _CHANNELS = ("auto", "shm", "tcp")
 _SHARING_SECONDS = 5.0

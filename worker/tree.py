@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, TypeAlias
@@ -46,6 +46,8 @@ MAX_MANIFEST_BYTES: Final = 4 * MIB
 MAX_DEPTH: Final = 64
 """Levels of nesting."""
 _MAX_INT_BYTES: Final = 4096
+_MAX_COLLIDING: Final = 64
+_COLLIDING: Final = f"more than {_MAX_COLLIDING} keys with the same hash"
 _MAX_ITEMS: Final = MAX_MANIFEST_BYTES
 _PLAIN: Final = (type(None), bool, float, str, bytes)
 
@@ -129,6 +131,8 @@ class _Packer:
         )
 
     def _items(self, mapping: dict[Any, Any], where: str, depth: int) -> list[Any]:
+        if _collide(mapping):
+            raise InvalidArgumentError(f"{where} has {_COLLIDING}, which cannot be stored")
         items = []
         for key, value in mapping.items():
             if not _is_key(key):
@@ -151,6 +155,11 @@ def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(map(_is_key, key))
     return type(key) is int or type(key) in _PLAIN
+
+
+def _collide(keys: Iterable[Any]) -> bool:
+    """Tell whether so many keys have one hash that a dict of them takes long: strangers can compute such keys."""
+    return max(Counter(map(hash, keys)).values(), default=0) > _MAX_COLLIDING
 
 
 def _int_bytes(value: int, where: str) -> bytes:
@@ -205,11 +214,16 @@ class _Unpacker:
         made: dict[Any, Any] = _MADE[kind]()
         if len(rest) % 2:
             raise MalformedMessageError("a dict in a manifest has a key without a value")
-        for at in range(0, len(rest), 2):
-            key = self.value(rest[at], depth + 1)
-            if not _is_key(key) or key in made:
-                raise MalformedMessageError(f"a dict in a manifest has {brief(key)} as a key, or twice")
-            made[key] = self.value(rest[at + 1], depth + 1)
+        keys = [self.value(key, depth + 1) for key in rest[::2]]
+        wrong = next((key for key in keys if not _is_key(key)), None)
+        if wrong is not None:
+            raise MalformedMessageError(f"a dict in a manifest has {brief(wrong)} as a key")
+        if _collide(keys):
+            raise MalformedMessageError(f"a dict in a manifest has {_COLLIDING}")
+        for key, node in zip(keys, rest[1::2], strict=True):
+            if key in made:
+                raise MalformedMessageError(f"a dict in a manifest has {brief(key)} as a key twice")
+            made[key] = self.value(node, depth + 1)
         return made
 
     def _tensor(self, kind: int, rest: list[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,12 +11,14 @@ from typing import Any, NamedTuple
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
 from gradserver.json_text import json_text
-from gradserver.ledger.files import files_of
+from gradserver.ledger.files import MAX_FILE_BYTES, files_of
 from gradserver.ledger.journal import Entry, Fault, number_of, scan
 from gradserver.ledger.repair import repair
 from gradserver.ledger.tables import Story, hexadecimal, moment, one_round, round_rows, span, summary
+from gradserver.printing import complain, say
 from gradserver.protocol.errors import StateError, reason_of
 from gradserver.protocol.exchange import EXACT
+from gradserver.protocol.files import read_regular
 from gradserver.protocol.limits import KIB, MIB
 from gradserver.protocol.means import Mean
 from gradserver.tables import counted
@@ -75,7 +76,7 @@ def export(path: str, target: str) -> int:
     except OSError as error:
         raise StateError(f"cannot write {target}: {reason_of(error)}") from error
     damage = f", {len(faults)} places could not be read" if faults else ""
-    print(f"{target}: {count} records written{damage}")
+    say(f"{target}: {count} records written{damage}")
     return 0
 
 
@@ -99,9 +100,9 @@ def show(path: str, selection: Selection, as_json: bool, verify: bool) -> int:
         if not selection.is_all and not found:
             raise _nothing(path, selection, list(_read(files, [])))
     else:
-        print("\n".join(_text(path, files, written, selection)))
+        say(*_text(path, files, written, selection))
     for fault in faults:
-        print(f"gradserver: {fault}", file=sys.stderr)
+        complain("gradserver", fault)
     return 1 if faults else 0
 
 
@@ -118,7 +119,7 @@ def _files(path: Path) -> list[Path]:
 
 def _content(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        data = read_regular(file, MAX_FILE_BYTES)
     except OSError as error:
         raise StateError(f"cannot read {file}: {reason_of(error)}") from error
     if data.strip(b"\0"):
@@ -301,7 +302,7 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
     wrong = False
     for file in files:
         line, bad = _check(file)
-        print(line)
+        say(*line.split("\n"))
         wrong |= bad
     runs: dict[tuple[int, str, int], list[RoundRecord]] = {}
     holes: list[str] = []
@@ -318,8 +319,8 @@ def _verify(files: Sequence[Path], group: str | None) -> int:
                 holes.append(f"group {record.group!r}, membership epoch {record.epoch}: {missing} missing")
             known[1:] = [record.record]
     for (_, name, epoch), records in runs.items():
-        print(f"group {name!r}, membership epoch {epoch}: {span(records[0].round, records[-1].round)}")
-    print("\n".join(holes) if holes else "no rounds are missing")
+        say(f"group {name!r}, membership epoch {epoch}: {span(records[0].round, records[-1].round)}")
+    say(*(holes or ["no rounds are missing"]))
     return 1 if wrong or holes else 0
 
 

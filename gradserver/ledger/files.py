@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from gradserver.protocol.errors import StateError, reason_of
+from gradserver.protocol.files import open_regular
+from gradserver.protocol.limits import MIB
 
 log = logging.getLogger("gradserver")
 
 OWN: Final = 0o600
 """Permissions of files: they are for their owner only."""
+MAX_FILE_BYTES: Final = 512 * MIB
+"""Bytes of a file that is read. Coordinators begin a new one long before."""
 _NAME: Final = re.compile(r"ledger-(\d{6,})\.gsl")
 
 
@@ -41,7 +45,7 @@ def lock(path: Path) -> int:
     file = path / "lock"
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWN)
+        fd = open_regular(file, os.O_RDWR | os.O_CREAT, OWN, links=False)
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else reason_of(error)
         raise StateError(f"cannot keep a ledger in {path}: {reason}") from error
@@ -68,8 +72,12 @@ def keep_to_owner(path: Path) -> None:
         )
     for _, file in files_of(path):
         try:
-            if file.stat().st_mode & 0o077:
-                file.chmod(OWN)
+            if file.stat(follow_symlinks=False).st_mode & 0o077:
+                fd = open_regular(file, links=False)
+                try:
+                    os.fchmod(fd, OWN)
+                finally:
+                    os.close(fd)
         except OSError as error:
             log.warning("%s can be read by other users, and contains secrets of groups: %s", file, reason_of(error))
 

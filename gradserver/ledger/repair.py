@@ -10,10 +10,12 @@ from typing import Final, NamedTuple
 from gradserver.engine.declared import Kind
 from gradserver.engine.journal_state import Dated
 from gradserver.engine.records import Epoch, Plan, Round, Snapshot, Start
-from gradserver.ledger.files import OWN, file_number, lock, sync_directory
+from gradserver.ledger.files import MAX_FILE_BYTES, OWN, file_number, lock, sync_directory
 from gradserver.ledger.journal import HEADER_BYTES, Entry, Fault, check_format, frame, header, scan
 from gradserver.ledger.tables import span
+from gradserver.printing import say
 from gradserver.protocol.errors import StateError, reason_of
+from gradserver.protocol.files import open_regular, read_regular
 
 _MOST_TOLD: Final = 100
 """Places of one file that are printed one by one."""
@@ -37,7 +39,7 @@ def repair(path: Path, files: Sequence[Path]) -> int:
     held = lock(path if path.is_dir() else path.parent)
     try:
         for file in files:
-            print(_mend(file))
+            say(*_mend(file).split("\n"))
     except OSError as error:
         raise StateError(f"cannot repair {path}: {reason_of(error)}") from error
     finally:
@@ -47,7 +49,7 @@ def repair(path: Path, files: Sequence[Path]) -> int:
 
 def _mend(file: Path) -> str:
     """Keep the intact records of one file, and the damaged file beside it. Return a report for people."""
-    data = file.read_bytes()
+    data = read_regular(file, MAX_FILE_BYTES)
     if not data.strip(b"\0"):
         return f"{file.name}: empty, a coordinator will delete it"
     check_format(file, data)
@@ -98,7 +100,7 @@ def _replace(file: Path, data: bytes) -> Path:
         count += 1
         beside = file.with_name(f"{file.name}.damaged-{count}")
     half = file.with_suffix(".tmp")
-    fd = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, OWN)
+    fd = open_regular(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, OWN, links=False)
     with os.fdopen(fd, "wb") as out:
         out.write(data)
         out.flush()

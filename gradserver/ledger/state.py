@@ -24,9 +24,10 @@ from typing import Final
 from gradserver.engine.declared import CODES, Kind
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.records import Gap, Round, Snapshot, Start
-from gradserver.ledger.files import OWN, files_of, keep_to_owner, lock, sync_directory, write_all
+from gradserver.ledger.files import MAX_FILE_BYTES, OWN, files_of, keep_to_owner, lock, sync_directory, write_all
 from gradserver.ledger.journal import Entry, Fault, frame, header, number_of, scan
 from gradserver.protocol.errors import ProtocolError, StateError, reason_of
+from gradserver.protocol.files import open_regular, read_regular
 from gradserver.protocol.limits import MIB
 
 log = logging.getLogger("gradserver")
@@ -178,7 +179,7 @@ class StateDir:
         for number, path in reversed(files_of(self.path)):
             self._number = max(self._number, number)
             try:
-                data = path.read_bytes()
+                data = read_regular(path, MAX_FILE_BYTES, links=False)
                 if not data.strip(b"\0"):
                     log.warning("%s is empty after a crash, and is deleted", path)
                     path.unlink()
@@ -217,7 +218,7 @@ class StateDir:
 
     def _open(self, path: Path, number: int, size: int, faults: list[Fault]) -> None:
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._fd = open_regular(path, os.O_WRONLY | os.O_APPEND, links=False)
             self._file, self._number, self._size = path, number, size
             if faults:
                 self._size = faults[0].at
@@ -246,7 +247,7 @@ class StateDir:
             written.append(Dated(now, Gap(self._lost, self._lost_since, self._trouble)))
         data = header(number) + b"".join(map(frame, written))
         half = path.with_suffix(".tmp")
-        fd = os.open(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, OWN)
+        fd = open_regular(half, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, OWN, links=False)
         try:
             write_all(fd, data)
             if self._sync is not None:

@@ -35,12 +35,19 @@ from typing import Final, NamedTuple
 import zmq
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import ConnectionLostError, GradServerError, LimitExceededError, UnexpectedMessageError
+from gradserver.protocol.errors import (
+    ConnectionLostError,
+    GradServerError,
+    JoinRefusedError,
+    LimitExceededError,
+    UnexpectedMessageError,
+)
 from gradserver.protocol.messages import Attend, Enlist, Failure, Join, Message, Ping, Probed, Scope
 from gradserver.protocol.messages.recovery import Resume
 from gradserver.protocol.transport.numbers import Frames, Numbers, split
 from gradserver.protocol.wire import encode
 from gradserver.transport.liveness import Liveness
+from gradserver.transport.system import descriptor_limit, too_few_text
 from gradserver.transport.traffic import Connections
 
 log = logging.getLogger("gradserver")
@@ -195,6 +202,9 @@ class Handshake:
             error = UnexpectedMessageError(f"{what} from a worker that is in no group: join first")
             # A Ping follows each Join. When the Join was refused, the log says so already.
             self.turn_away(identity, error, logging.DEBUG if type(message) is Ping else logging.INFO)
+        elif not self._connections.have_room():
+            self.turn_away(identity, JoinRefusedError(too_few_text(descriptor_limit())), logging.WARNING)
+            return None
         return role
 
     def answer_probe(self, identity: bytes, frames: Sequence[Buffer]) -> None:

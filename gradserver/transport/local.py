@@ -39,6 +39,7 @@ from gradserver.protocol.transport.sharing import (
 from gradserver.transport.local_peers import Guest, Line
 from gradserver.transport.pidfd import has_ended, process_of
 from gradserver.transport.shared_memory import Segments
+from gradserver.transport.system import can_share, descriptor_limit, too_few_text
 
 log = logging.getLogger("gradserver")
 
@@ -303,6 +304,8 @@ class UnixServer:
 
     def _answer(self, line: Line, message: SharingMessage, descriptors: list[int]) -> SharingMessage | None:
         if isinstance(message, Offer | Lend):
+            if not can_share():
+                raise LimitExceededError(too_few_text(descriptor_limit()))
             guest = self._guest(line, message.token)
             if guest.sharing is not line:
                 if guest.sharing is not None:

@@ -56,6 +56,7 @@ from gradserver.transport.liveness import Liveness, Patience, Verdict
 from gradserver.transport.local import UnixServer
 from gradserver.transport.local_peers import Line
 from gradserver.transport.peers import Peer
+from gradserver.transport.system import can_share
 from gradserver.transport.traffic import MEMBERS_RATE, Connections, unread_text
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class TcpServer:
         self, runtime: Runtime, bind: str, share_memory: bool = True, patience: Patience | None = None
     ) -> None:
         self._runtime = runtime
+        # What pyzmq needs to hand memory over takes descriptors, with the first such message. It is to have them before
+        # connections take all: else libzmq ends the process.
+        zmq.Frame(bytes(zmq.COPY_THRESHOLD))
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         try:
@@ -348,7 +352,7 @@ class TcpServer:
         if type(message) not in _WEIGHED and not self._may_go_on(peer):
             return
         if type(message) is ShareMemory:
-            address, token = self._unix.admit(peer.identity) if self._unix is not None else ("", "")
+            address, token = self._unix.admit(peer.identity) if self._unix is not None and can_share() else ("", "")
             peer.tell(MemoryAt(address, token))
             return
         if type(message) is Ping:  # it waits, and something of ours may have been lost

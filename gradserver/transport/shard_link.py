@@ -33,6 +33,7 @@ from gradserver.protocol.transport.beacon import beacon_socket, light_beacon
 from gradserver.protocol.transport.dealer import PING_SECONDS, Dealer
 from gradserver.protocol.transport.numbers import Frames
 from gradserver.protocol.transport.reach import RETRY_SECONDS, wait_for_listener
+from gradserver.protocol.transport.under_way import LOOK_SECONDS
 from gradserver.protocol.url import is_everywhere, not_answered, numeric_url, parse_url
 from gradserver.protocol.wire import decode, encode
 from gradserver.runtime import Runtime
@@ -110,7 +111,7 @@ class Link:
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(self._dealer.monitor, zmq.POLLIN)
         while (now := time.monotonic()) < until:
-            ready = dict(poller.poll(max(int((min(until, self.due) - now) * 1000) + 1, 0)))
+            ready = dict(poller.poll(max(int((min(until, self.due, now + LOOK_SECONDS) - now) * 1000) + 1, 0)))
             if self._dealer.socket in ready or self._waiting:
                 match self._take_one():
                     case Enlisted() as enlisted, _:
@@ -122,7 +123,8 @@ class Link:
                     case other, _:
                         what = f"a {type(other).__name__}"
                         raise UnexpectedMessageError(f"{self.primary} is not a coordinator: it answers with {what}")
-            if self._dealer.monitor in ready:
+            self._dealer.look("coordinator")
+            if self._dealer.has_ended():
                 raise CoordinatorUnreachableError(self._dealer.end(self.primary, "coordinator").message)
             self._ask()
         raise CoordinatorUnreachableError(not_answered(self.primary, timeout))
@@ -185,6 +187,7 @@ class Link:
             ConnectionLostError: a message is missing.
         """
         now = time.monotonic()
+        self._dealer.look("coordinator")
         self._dealer.numbers.check(now)
         if self._ask_at <= now:
             self._ask_at = now + PING_SECONDS
@@ -193,7 +196,7 @@ class Link:
     def _check_connection(self) -> None:
         try:
             self._ask()
-        except ConnectionLostError as error:
+        except (ProtocolError, ConnectionLostError) as error:
             self._break(error)
         if self._dealer.has_ended() and not self._dealer.has_input():
             self._break(CoordinatorError("its process or the network to it failed"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import socket
 import struct
 import termios
@@ -14,6 +15,7 @@ from typing import Final
 from gradserver.protocol.limits import MIB
 
 _LEAST_MEMORY: Final = 256 * MIB
+_RESERVED: Final = 64
 _COUNT: Final = struct.Struct("i")
 
 
@@ -58,6 +60,32 @@ def open_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0
+
+
+def descriptor_limit() -> int:
+    """Return how many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def reserve_of(limit: int) -> int:
+    """Return how many descriptors of a process that may have ``limit`` are kept from connections."""
+    return min(_RESERVED, limit // 4)
+
+
+def too_few_text(limit: int) -> str:
+    """Say that there are too few descriptors, and what to do."""
+    return (
+        f"the coordinator has too few descriptors (open files) left: {limit} is its limit. Raise it where it starts, "
+        f"as by `ulimit -n 65536`, or LimitNOFILE= in its systemd unit"
+    )
+
+
+def can_share() -> bool:
+    """Return True if descriptors may be spent on shared memory: of the first third of all.
+
+    A worker that shares memory takes three times as many as another, and can do without.
+    """
+    return open_descriptors() <= descriptor_limit() // 3
 
 
 def machine_memory() -> int:

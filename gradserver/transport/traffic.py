@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import resource
 import socket
 import struct
 import sys
@@ -40,7 +39,7 @@ import time
 from typing import Final
 
 from gradserver.protocol.limits import KIB, MAX_FRAME_BYTES, MAX_HEADER_BYTES, MIB
-from gradserver.transport.system import Spare, machine_memory, open_descriptors, queued
+from gradserver.transport.system import Spare, descriptor_limit, machine_memory, open_descriptors, queued, reserve_of
 
 log = logging.getLogger("gradserver")
 
@@ -68,7 +67,6 @@ _PARTING_SECONDS: Final = 30.0
 STRANGERS_KNOWN: Final = 4096
 _TALK_LOOKS: Final = 16
 """Messages of a stranger between two looks at its bytes."""
-_RESERVED: Final = 64
 _COUNT_SECONDS: Final = 5.0
 """Pause between two counts of the process's descriptors."""
 _QUEUE_LOOK: Final = 64 * KIB
@@ -238,8 +236,11 @@ class Connections:
         """Connections by descriptor, the oldest first."""
         self._sayings: dict[bytes, Saying] = {}
         """Messages of strangers by identity, the oldest first."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if descriptors is None else descriptors
-        self._descriptors = limit - min(_RESERVED, limit // 4)
+        limit = descriptor_limit() if descriptors is None else descriptors
+        self._descriptors = limit - reserve_of(limit)
+        """Number of descriptors up to which peers are let in."""
+        self._most = limit - reserve_of(limit) // 2
+        """Number of descriptors up to which a connection is kept, so that it can be told that it is one too many."""
         self._others, self._counted = open_descriptors(), time.monotonic()
         """Number of descriptors that are no connections', and the time of its count."""
         self._ending = 0
@@ -261,9 +262,29 @@ class Connections:
             before.forget()
             self._ending -= before.shut
         traffic = self._connections[descriptor] = Traffic(descriptor)
-        if self._others + len(self._connections) - self._ending > self._descriptors:
+        if self._in_use() > self._most:
             oldest = next((one for one in self._connections.values() if _is_strangers(one)), traffic)
             self._shut(oldest, "the coordinator has too few descriptors left for one more connection")
+
+    def _in_use(self) -> int:
+        return self._others + len(self._connections) - self._ending
+
+    def _count(self, now: float) -> None:
+        self._others, self._counted = max(open_descriptors() - len(self._connections), 0), now
+
+    def have_room(self) -> bool:
+        """Return True if there is a descriptor for the beacon of one more peer.
+
+        The oldest strangers that have said nothing make room.
+        """
+        self._count(time.monotonic())
+        heard = {id(saying.traffic) for saying in self._sayings.values()}
+        mute = (one for one in [*self._connections.values()] if _is_strangers(one) and id(one) not in heard)
+        while self._in_use() >= self._descriptors:
+            if (oldest := next(mute, None)) is None:
+                return False
+            self._shut(oldest, "the coordinator has too few descriptors left for one more worker beside it")
+        return True
 
     def disconnected(self, descriptor: int) -> bool:
         """Note the end of a connection. Return True if it may have been a member's, or its beacon."""
@@ -340,7 +361,7 @@ class Connections:
             why = f"all connections hold {_mib(cost)} of memory, and this one most: {_mib(self._memory)} is the limit"
             self._end(max(here, key=lambda one: 0 if one.shut else one.untaken + one.unread), why, members)
         if now > self._counted + _COUNT_SECONDS:
-            self._others, self._counted = max(open_descriptors() - len(self._connections), 0), now
+            self._count(now)
         self.due = time.monotonic() + max(LOOK_SECONDS, (time.thread_time() - began) / _LOOKS_SHARE)
         return members
 

@@ -18,12 +18,13 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -188,7 +189,8 @@ def fill() -> None:
 
 def _compile(directory: Path) -> None:
     """Have kernels compiled into ``directory``, unless they are there. One process at a time does it, others wait."""
-    with (directory / "lock").open("w") as lock:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(directory / "lock", flags, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (directory / _READY).exists():
             return
@@ -215,15 +217,15 @@ def _compile(directory: Path) -> None:
 def _directory() -> Iterator[Path]:
     """Find a directory for machine code of this version, compiler and processor; or make one that is soon deleted.
 
-    What is loaded from it is run. So it belongs to this user, and no other can write there.
+    What is loaded from it is run. So it belongs to this user, and no other can write there or replace it.
     """
     import tempfile  # imported here: where a home can be written, this is not needed
 
     chosen = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     key = f"kernels-{_key()}"
     for folder in (Path(chosen).absolute() / "gradserver", Path(tempfile.gettempdir()) / f"gradserver-{os.geteuid()}"):
-        if _is_ours(folder) and _is_ours(folder / key):
-            yield folder / key
+        if (found := _ours(folder / key)) is not None:
+            yield found
             return
     path = Path(tempfile.mkdtemp(prefix="gradserver-kernels-"))
     try:
@@ -232,14 +234,37 @@ def _directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_ours(path: Path) -> bool:
-    """Make a directory if there is none. Return whether this user alone can write there."""
+def _ours(path: Path) -> Path | None:
+    """Make a directory in one of this user's, if there is none. Return its path without links; None if others have it.
+
+    What an administrator has linked is resolved once. The last two names are this package's own, and no links.
+    """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = path.parent.parent.resolve(strict=True) / path.parent.name / path.name
+        for folder in (path.parent, path):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not _is_own(folder):
+                return None
+        safe = all(map(_keeps_entries, path.parent.parents))
     except OSError:
+        return None
+    return path if safe and os.access(path, os.W_OK) else None
+
+
+def _is_own(path: Path) -> bool:
+    """Tell whether this is a directory, and no link to one, in which this user alone can write."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _keeps_entries(path: Path) -> bool:
+    """Tell whether no other user can put something in the place of this user's entries in a directory."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (0, os.geteuid()):
         return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK)
+    return not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX)
 
 
 def _key() -> str:

@@ -26,6 +26,7 @@ from gradserver.protocol.fields import (
     Texts,
     Token,
 )
+from gradserver.protocol.harmless import one_line
 from gradserver.protocol.limits import MAX_FRAME_BYTES, MAX_STALENESS, MAX_TEXT, MAX_WORLD_SIZE, PROBE_BYTES
 from gradserver.protocol.means import PLAIN
 from gradserver.protocol.message_family import MessageKind, Payloads, message
@@ -269,5 +270,11 @@ class Failure(MessageKind):
     def exception(self) -> GradServerError:
         """Return the error to raise. A class or field that this version does not know becomes the nearest it does."""
         kind = ERRORS.get(self.error, GradServerError)
-        known = {name: value for name, value in self.fields.items() if name in kind._FIELDS}
-        return kind(self.text, **known)
+        known = {name: _harmless(value) for name, value in self.fields.items() if name in kind._FIELDS}
+        return kind(one_line(self.text), **known)
+
+
+def _harmless(fact: Fact) -> Fact:
+    if isinstance(fact, str):
+        return one_line(fact)
+    return tuple(map(one_line, fact)) if isinstance(fact, tuple) else fact

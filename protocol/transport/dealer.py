@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gradserver.protocol.buffer import Buffer
-from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError
-from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS
+from gradserver.protocol.errors import ConnectionLostError, CoordinatorUnreachableError, LimitExceededError
+from gradserver.protocol.limits import COORDINATOR_SILENCE, HEARTBEAT_SECONDS, MIB
 from gradserver.protocol.transport.numbers import Frames, Numbers
+from gradserver.protocol.transport.under_way import MOST_UNDER_WAY, UnderWay
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, POLLIN, sender
 from gradserver.protocol.url import no_coordinator
 
@@ -25,6 +27,8 @@ _ENDS: Final = (
     | zmq.EVENT_CLOSED
 )
 """Events of the monitor after which nothing arrives any more."""
+_LONG_FRAME: Final = 256
+"""Bytes from which a frame is long. With a short one come two further bytes, and with a long one nine."""
 _BROKEN: Final = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
 """Events among these that end a connection which was one of gradserver's."""
 
@@ -38,11 +42,17 @@ class Dealer:
         context: libzmq's threads.
         address: URL of the server, with a numeric address.
         max_bytes: longest frame that is taken.
+
+    Attributes:
+        is_endless: True once a message has come that has no end.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_bytes: int) -> None:
         self.address = address
         self.numbers = Numbers()
+        self._under_way: UnderWay | None = None
+        self._end: int | None = None
+        self.is_endless = False
         self.socket = context.socket(zmq.DEALER)
         self.send = sender(self.socket)
         option = self.socket.setsockopt
@@ -55,7 +65,7 @@ class Dealer:
         option(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
         option(zmq.HEARTBEAT_TIMEOUT, int((COORDINATOR_SILENCE - HEARTBEAT_SECONDS) * 1000))
         option(zmq.IPV6, int("[" in address))
-        self.monitor = self.socket.get_monitor_socket(_ENDS)
+        self.monitor = self.socket.get_monitor_socket(_ENDS | zmq.EVENT_CONNECTED)
         self.monitor.get(EVENTS)  # its descriptor signals nothing before this, and later this could swallow a signal
         self.socket_fd = int(self.socket.get(zmq.FD))
         self.monitor_fd = int(self.monitor.get(zmq.FD))
@@ -70,21 +80,49 @@ class Dealer:
         receive = self.socket.recv
         frame = receive(NOBLOCK, copy=False)
         frames: list[Buffer] = [frame.bytes]
+        size = _on_the_wire(frame)
         while frame.more:
             frame = receive(NOBLOCK, copy=False)
             frames.append(frame.buffer)
+            size += _on_the_wire(frame)
+        if self._under_way is not None:
+            self._under_way.taken += size
         return frames
+
+    def look(self, what: str) -> bool:
+        """Look from time to time at the bytes that have come from a ``what``, when all whole messages were taken.
+
+        Returns:
+            True if there are further messages. They may be signalled no more.
+
+        Raises:
+            LimitExceededError: a message has no end.
+        """
+        held = 0 if self._under_way is None else self._under_way.look(time.monotonic())
+        if held <= MOST_UNDER_WAY:
+            return False
+        if self.has_input():
+            return True
+        self.is_endless = True
+        raise LimitExceededError(
+            f"the {what} sends a message without an end ({held // MIB} MiB of it came): it is not one of gradserver's"
+        )
 
     def has_ended(self) -> bool:
         """Return True if the monitor has said that the connection ended."""
-        return bool(int(self.monitor.get(EVENTS)) & POLLIN)
+        while self._end is None and int(self.monitor.get(EVENTS)) & POLLIN:
+            event = recv_monitor_message(self.monitor, NOBLOCK)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._under_way = UnderWay(event["value"])
+            else:
+                self._end = event["event"]
+        return self._end is not None
 
     def end(self, url: str, what: str) -> ConnectionLostError | CoordinatorUnreachableError:
-        """Take the monitor's event, and return what it means for the ``what`` that the user knows as ``url``."""
-        event = recv_monitor_message(self.monitor, NOBLOCK)["event"]
-        if event in _BROKEN:
+        """Return what the end means for the ``what`` that the user knows as ``url``. It `has_ended`."""
+        if self._end in _BROKEN:
             return ConnectionLostError(f"lost the {what} at {url}: its process ended, or the network to it failed")
-        closed = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        closed = self._end == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         return CoordinatorUnreachableError(no_coordinator(url, what, closed))
 
     def disconnect(self, linger_ms: int) -> None:
@@ -93,3 +131,8 @@ class Dealer:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
             self.socket.close(linger=linger_ms)
+
+
+def _on_the_wire(frame: zmq.Frame) -> int:
+    size = len(frame)
+    return size + (2 if size < _LONG_FRAME else 9)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 import time
 from typing import Final
 
 from gradserver.protocol.errors import CoordinatorUnreachableError, reason_of
+from gradserver.protocol.log import log
 from gradserver.protocol.url import IS_IT_RUNNING, numeric_url, parse_target
-
-log = logging.getLogger("gradserver")
 
 RETRY_SECONDS: Final = 0.1
 """Pause between two attempts."""

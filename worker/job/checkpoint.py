@@ -37,6 +37,7 @@ from gradserver.protocol.errors import (
     StateError,
     reason_of,
 )
+from gradserver.protocol.files import open_regular
 from gradserver.worker.tree import MAX_MANIFEST_BYTES, Packed, Tree, unpack
 
 log = logging.getLogger("gradserver")
@@ -72,7 +73,8 @@ def write(path: Path, packed: Packed) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     try:
         try:
-            with unfinished.open("wb", buffering=0) as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(open_regular(unfinished, flags, 0o666, links=False), "wb", buffering=0) as file:
                 _write_all(file, packed)
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -92,7 +94,7 @@ def read(path: Path) -> Loaded:
         StateError: there is no whole and undamaged checkpoint at ``path``. The error says what is wrong with it.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             return _Reader(path, file).read()
     except OSError as error:
         raise StateError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error

@@ -58,8 +58,8 @@ class Line(Dealer):
             self.beacon.close()
 
     def give_up(self) -> None:
-        """Close the connection if something is missing, so that the server hears of it."""
-        if self.numbers.deadline is not None:
+        """Close the connection if something is missing or has no end, so that the server hears of it."""
+        if self.numbers.deadline is not None or self.is_endless:
             self.gone = True
             self.disconnect(0)  # to tell libzmq to disconnect takes further calls on this socket, and nothing makes any
 

@@ -55,6 +55,7 @@ from gradserver.protocol.messages import (
 from gradserver.protocol.transport.branches import MARK, branch_of, on_branch
 from gradserver.protocol.transport.dealer import PING_SECONDS
 from gradserver.protocol.transport.reach import wait_for_listener
+from gradserver.protocol.transport.under_way import LOOK_SECONDS
 from gradserver.protocol.transport.wakeup import Wakeup
 from gradserver.protocol.transport.zeromq import EVENTS, NOBLOCK, NOBLOCK_MORE, POLLIN, ZERO_COPY_BYTES
 from gradserver.protocol.url import beside
@@ -113,6 +114,7 @@ class TcpChannel:
         self.heard = False
         """True once a message has come that a coordinator or a shard would send."""
         self._ask_at = time.monotonic() + PING_SECONDS
+        self._look_at = 0.0
         self._watches: dict[int, Callable[[], bool]] = {}
         """Conditions until which is read, by branch. 0 is this connection's own."""
         self._branches: dict[int, Branch] = {}
@@ -439,13 +441,25 @@ class TcpChannel:
                 if not line.sends_locally:
                     with contextlib.suppress(ClosedError):
                         self.ask(line.number)
-        until = self._ask_at if timeout is None else min(self._ask_at, now + timeout)
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self._look_at_lines()
+        until = min(self._ask_at, self._look_at, self._ask_at if timeout is None else now + timeout)
         for line in self._lines:
             if line.numbers.deadline is not None:
                 line.numbers.check(now)
                 until = min(until, line.numbers.deadline)
         watch()
         self._poll(max(math.ceil((until - now) * 1000), 0))
+
+    def _look_at_lines(self) -> None:
+        """Raise LimitExceededError if a message has no end, while all whole ones were taken."""
+        with self._lock:
+            if self._closing:
+                return
+            have_input = [line.look(line.what) for line in self._lines]
+            if any(have_input):
+                self._wake()  # the look may have swallowed the signal
 
     @admits
     def _poll(self, milliseconds: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradserver.json_text import json_text
+from gradserver.printing import complain
 from gradserver.protocol.planes import AUTO
 from gradserver.tools.chaos.options import add_arguments, complete, why_not
 from gradserver.tools.chaos.schedule import KILLS, SPECS, Event, Schedule, Way, draw
@@ -41,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     complete(arguments)
     if text := why_not(arguments):
-        print(f"gradserver chaos: {text}", file=sys.stderr)
+        complain("gradserver chaos", text)
         return 2
     folder = arguments.keep
     if folder is not None and folder.exists() and any(folder.iterdir()):
-        print(f"gradserver chaos: {folder} is not empty: name a new folder", file=sys.stderr)
+        complain("gradserver chaos", f"{folder} is not empty: name a new folder")
         return 2
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="gradserver-chaos-"))
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         with ended_by_signals():
             passed = _run(arguments, folder)
     except RunError as error:
-        print(f"gradserver chaos: {error}", file=sys.stderr)
+        complain("gradserver chaos", error)
         return 2
     except KeyboardInterrupt:
         print("Interrupted. All processes of the run have been ended.", file=sys.stderr)

@@ -9,6 +9,8 @@ import time
 from itertools import zip_longest
 from typing import TextIO
 
+from gradserver.protocol.harmless import harmless, one_line
+
 WIDTH = 79  # columns; a longer live line would wrap and could not be taken back
 
 BOLD, DIM, RED, GREEN, CYAN = "1", "2", "31;1", "32;1", "36;1"
@@ -40,7 +42,7 @@ class Screen:
         """Show a line that the next one replaces. Does nothing where that is impossible."""
         now = time.monotonic()
         if self._is_terminal and (not self._live or now - self._drawn >= _LIVE_SECONDS):
-            self._write(f"{self._cleared()}{self.style(text[:WIDTH], DIM)}")
+            self._write(f"{self._cleared()}{self.style(one_line(text)[:WIDTH], DIM)}")
             self._live, self._drawn = True, now
 
     def clear(self) -> None:
@@ -50,13 +52,13 @@ class Screen:
     def facts(self, *facts: Fact) -> None:
         """Print a table of two columns."""
         for name, text in facts:
-            pieces = textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+            pieces = textwrap.wrap(one_line(text), WIDTH - 12, break_long_words=False, break_on_hyphens=False)
             for label, piece in zip_longest([name], pieces or [""], fillvalue=""):
                 self.line(f"  {self.style(f'{label:10}', DIM)}{piece}".rstrip())
 
     def verdict(self, passed: bool, text: str) -> None:
         """Print PASS or FAIL, and a text."""
-        self.line(f"{self.style('PASS', GREEN) if passed else self.style('FAIL', RED)}  {text}")
+        self.line(f"{self.style('PASS', GREEN) if passed else self.style('FAIL', RED)}  {harmless(text)}")
 
     def style(self, text: str, code: str) -> str:
         """Style `text` with a colour or weight, where there are any."""
@@ -97,8 +99,3 @@ def duration(seconds: float) -> str:
         return f"{max(5, 5 * round(seconds / 5))} s"
     minutes = round(seconds / 60)
     return "a minute" if minutes <= 1 else f"{minutes} minutes"
-
-
-def harmless(text: str) -> str:
-    """Replace all characters that a terminal would act upon, apart from line ends."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text.expandtabs(4))

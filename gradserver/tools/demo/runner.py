@@ -6,6 +6,7 @@ import csv
 import sys
 from pathlib import Path
 
+from gradserver.printing import complain
 from gradserver.tools.common.processes import Child, RunError, available_cores, ended_by_signals, listening_url
 from gradserver.tools.common.screen import Screen, discard_output
 from gradserver.tools.demo.outcome import GlobalStep, Result, judge
@@ -30,7 +31,7 @@ def run_demo(settings: Settings, out: Path, kind: type[Demo]) -> int:
         if isinstance(error, BrokenPipeError):  # standard output was closed, as behind `| head`
             discard_output()
             return 1
-        print(f"gradserver demo: {error}", file=sys.stderr)
+        complain("gradserver demo", error)
         return 2
     except RunError as error:
         screen.line()

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Fact, Screen, duration, harmless
+from gradserver.protocol.harmless import harmless
+from gradserver.tools.common.screen import BOLD, CYAN, DIM, GREEN, RED, WIDTH, Fact, Screen, duration
 from gradserver.tools.demo.outcome import Gap, GlobalStep, Result, Verdict, distances
 from gradserver.tools.demo.settings import PROMPT, TOLERANCE, VOCABULARY, Settings
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from collections.abc import Callable
 
 from gradserver.json_text import json_text
+from gradserver.printing import complain, say
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.offers import Offer
 from gradserver.protocol.url import parse_target
@@ -59,7 +59,7 @@ def _examined(arguments: argparse.Namespace, told: Callable[[], Offer]) -> int:
         try:
             parse_target(url)
         except InvalidArgumentError as error:
-            print(f"gradserver: {error}", file=sys.stderr)
+            complain("gradserver", error)
             return BROKEN
     report = Report()
     machine.examine(report)
@@ -67,5 +67,8 @@ def _examined(arguments: argparse.Namespace, told: Callable[[], Offer]) -> int:
     devices.examine(report, offer, copies=not arguments.no_rates)
     found = link.examine(report, url, measures=not arguments.no_rates) if url else link.Found(here=True)
     planes.examine(report, offer, found.status, found.here)
-    print(json_text(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
+    if arguments.json:
+        print(json_text(report.as_json(), indent=2))
+    else:
+        say(*report.lines())
     return report.status

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 import gradserver
-from gradserver.protocol.errors import GradServerError, JoinRefusedError, reason_of
+from gradserver.protocol.errors import GradServerError, InvalidArgumentError, JoinRefusedError, reason_of
 from gradserver.protocol.limits import KIB, MIB, PROBE_GROUP, PROBE_WORLD
 from gradserver.protocol.planes import AUTO, SHM, TCP
 from gradserver.protocol.url import beside, parse_target
@@ -143,19 +143,37 @@ def _reach(report: Report, section: Section, url: str) -> bool | None:
 
 def _shards(report: Report, section: Section, url: str, status: dict[str, Any]) -> None:
     """Add the further data shards, which workers must reach too."""
-    others = [shard for shard in status.get("shards", []) if shard["number"]]
-    for shard in others:
-        address = beside(shard["url"], url)
-        try:
-            socket.create_connection(parse_target(address), timeout=_CONNECTING).close()
-        except OSError as error:
+    others = [{**shard, "url": _address(shard["url"], url)} for shard in status.get("shards", []) if shard["number"]]
+    with ThreadPoolExecutor(max(len(others), 1)) as threads:
+        reached = list(threads.map(lambda shard: _why_unreachable(shard["url"]), others))
+    for shard, why in zip(others, reached, strict=True):
+        if why:
             report.find(
-                f"data shard {shard['number']} at {address} accepts no connection ({reason_of(error)})",
+                f"data shard {shard['number']} at {shard['url']} accepts no connection ({why})",
                 "let firewalls pass TCP to its port, or give the shard a --bind that this machine can reach",
                 breaks=True,
             )
     if others:
-        section.add("data_shards", [beside(shard["url"], url) for shard in others], f"{len(others) + 1}")
+        section.add("data_shards", [shard["url"] for shard in others], f"{len(others) + 1}")
+
+
+def _address(shard: str, url: str) -> str:
+    """Return the URL of a data shard as this process finds it; as it was told, if it is none."""
+    try:
+        return beside(shard, url)
+    except InvalidArgumentError:
+        return shard
+
+
+def _why_unreachable(address: str) -> str:
+    """Return why no connection to a data shard can be made; empty if one can."""
+    try:
+        socket.create_connection(parse_target(address), timeout=_CONNECTING).close()
+    except InvalidArgumentError as error:
+        return error.message
+    except OSError as error:
+        return reason_of(error)
+    return ""
 
 
 def _trouble(report: Report, status: dict[str, Any]) -> None:

@@ -52,5 +52,6 @@ def _offer_in(shown: dict[str, Any] | None) -> Offer:
     """Return an offer as a status shows it."""
     if shown is None:
         return Offer()
-    devices = tuple(Device(**device) for device in shown["devices"])
-    return Offer(**{**shown, "backends": tuple(shown["backends"]), "devices": devices})
+    known = {key: shown[key] for key in Offer._fields}
+    devices = tuple(Device(*(device[key] for key in Device._fields)) for device in shown["devices"])
+    return Offer(**{**known, "backends": tuple(shown["backends"]), "devices": devices})

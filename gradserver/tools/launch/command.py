@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradserver.arguments import add_seconds, number
+from gradserver.printing import complain
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_WORLD_SIZE
 from gradserver.protocol.url import parse_target, parse_url
@@ -149,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the workers. Return their exit status; 2 for options that cannot be right, 1 if it could not begin."""
     problem = _problem(arguments)
     if problem is not None:
-        print(f"gradserver run: {problem}", file=sys.stderr)
+        complain("gradserver run", problem)
         return _WRONG_USE
     from gradserver.tools.common.processes import RunError
     from gradserver.tools.launch.descendants import adopt, descendants

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from gradserver.tools.common.screen import harmless
+from gradserver.protocol.harmless import harmless
 
 _KEPT: Final = 1 << 16
 """Bytes of each output that are kept for the report."""

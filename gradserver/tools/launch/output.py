@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gradserver.protocol.harmless import one_line
+
 _MOST_WAITING: Final = 1 << 20
 """Bytes that wait for a slow reader. Above it, workers wait too."""
 _LONGEST: Final = 1 << 16
@@ -202,7 +204,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
-        self._err.put(f"{self.emphasized('gradserver run:')} {text}\n".encode(errors="backslashreplace"))
+        self._err.put(f"{self.emphasized('gradserver run:')} {one_line(text)}\n".encode(errors="backslashreplace"))
 
     def block(self, text: str) -> None:
         """Write lines as they are."""

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from gradserver import __version__
+from gradserver.protocol.harmless import harmless
 from gradserver.tools.common.processes import STOP_SECONDS, inherited_environment
-from gradserver.tools.common.screen import harmless
 from gradserver.tools.launch import frames
 from gradserver.tools.launch.failures import describe
 from gradserver.tools.launch.frames import Decoder, Frame, FrameError, Kind, Outbox
