@@ -157,6 +157,14 @@ def check_whole(path: Path) -> bytes:
         raise StateError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
 
 
+def check_job(tree: Tree, what: str) -> Tree:
+    """Return ``tree`` if it has the parts that `Job.save` writes; otherwise raise StateError."""
+    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
+    if type(tree) is not dict or any(part not in tree for part in parts) or type(tree["round"]) is not int:
+        raise StateError(f"{what} is not the checkpoint of a job")
+    return tree
+
+
 def _write_all(write: Callable[[memoryview], None], packed: Packed) -> None:
     sha = hashlib.sha256()
     head = _HEAD.pack(_MAGIC, len(packed.manifest), sum(buffer.nbytes for buffer in packed.buffers))

@@ -31,7 +31,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MIB
 from gradserver.worker.client import Worker
-from gradserver.worker.job.checkpoint import Loaded, Unfinished, read_from
+from gradserver.worker.job.checkpoint import Loaded, Unfinished, check_job, read_from
 from gradserver.worker.torch_ddp.alike import gather, named
 from gradserver.worker.tree import Tree
 
@@ -123,14 +123,6 @@ def _look(worker: Worker, source: Source, whole: bool) -> tuple[dict[str, Tree],
         mine["error"] = f"cannot read the checkpoint of {source.file_of(0).parent}: {reason_of(error)}"
     mine["place"] = place_of(worker, source.file_of(0))
     return mine, loaded
-
-
-def check_job(tree: Tree, what: str) -> Tree:
-    """Return ``tree`` if it has the parts that `Job.save` writes; otherwise raise StateError."""
-    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
-    if type(tree) is not dict or any(part not in tree for part in parts) or type(tree["round"]) is not int:
-        raise StateError(f"{what} is not the checkpoint of a job")
-    return tree
 
 
 def _newest(names: Sequence[str], told: Sequence[Tree], exact: bool) -> int | None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.version import __version__
 from gradserver.worker.client import Worker
+from gradserver.worker.job.checkpoint import check_job
 from gradserver.worker.job.copies import Agreed, writers_of
 from gradserver.worker.job.position import Position, RangesPosition, StepsPosition, chance, set_chance
-from gradserver.worker.job.resuming import Source, check_job, resume
+from gradserver.worker.job.resuming import Source, resume
 from gradserver.worker.job.trained import Stateful, Trained, check_parts, state_of, states
 from gradserver.worker.torch_ddp.alike import check_weights, digest_of_all, gather
 from gradserver.worker.tree import Tree
