@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import nn
 from gradserver import DistributedDataParallel, Job
 from gradserver.cli import main
 from gradserver.worker.client import Worker
-from gradserver.worker.job import inspecting
 from tests.cluster import ROOT
 from tests.replicas import alone
 
@@ -91,7 +91,7 @@ def test_several_models_are_exported_by_name_or_one_of_them(
 def test_errors_say_what_to_do(
     single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspecting.importlib.util, "find_spec", lambda name: None if name == "safetensors" else True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else True)
     assert main(["checkpoint", "export", str(single), str(tmp_path / "m.safetensors")]) == 1
     assert "this needs safetensors, which is not installed: pip install safetensors" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(single), str(tmp_path / "none" / "m.pt")]) == 1

@@ -134,7 +134,7 @@ def settle(job: Job) -> None:
     """Let rank 0 wait until it has written what is due: a save that is due meanwhile would be omitted."""
     if job.model.worker.rank == 0:
         for thread in threading.enumerate():
-            if thread.name == "gradserver-checkpoint":
+            if thread.name == "gradserver-checkpoint" and thread.is_alive():  # another worker's may not have begun
                 thread.join()
 
 
