@@ -1,4 +1,4 @@
-"""The command line: ``gradserver serve | config | run | status | doctor | ledger | demo | bench | chaos``."""
+"""The command line: ``gradserver serve | config | run | status | doctor | ledger | checkpoint | demo | …``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import gradserver
 from gradserver import serving
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help=text, fill=_add_doctor)
     text = "show the ledger of a coordinator: contributions, stragglers and lost workers of each round"
     commands.add_parser("ledger", help=text, description=_ledger.__doc__, fill=_add_ledger)
+    text = "show what is in a checkpoint of a job, or write its models for torch or safetensors"
+    commands.add_parser("checkpoint", help=text, fill=_add_checkpoint)
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
     text = "measure gradserver on this machine, beside gloo and the limits of the hardware"
     commands.add_parser("bench", help=text, fill=_add_bench)
@@ -118,6 +121,33 @@ def _add_ledger(parser: argparse.ArgumentParser) -> None:
         "kept beside the new ones. Requires that no coordinator uses the directory",
     )
     parser.set_defaults(run=_ledger)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    shown = actions.add_parser("show", help="print its round, position, models, optimizers, digest and versions")
+    shown.add_argument("path", type=Path, metavar="FILE", help="the checkpoint, such as runs/7/latest")
+    shown.set_defaults(run=_show_checkpoint)
+    exported = actions.add_parser("export", help="write its models as a state_dict")
+    exported.add_argument("path", type=Path, metavar="FILE", help="the checkpoint, such as runs/7/latest")
+    exported.add_argument("target", type=Path, metavar="TARGET", help="the file: MODEL.pt, or MODEL.safetensors")
+    exported.add_argument("--model", metavar="NAME", help="of several models, this one (default: all, by name)")
+    exported.set_defaults(run=_export_checkpoint)
+
+
+def _show_checkpoint(arguments: argparse.Namespace) -> int:
+    from gradserver.worker.job.inspecting import show
+
+    print("\n".join(show(arguments.path)))
+    return 0
+
+
+def _export_checkpoint(arguments: argparse.Namespace) -> int:
+    from gradserver.worker.job.inspecting import export
+
+    export(arguments.path, arguments.target, arguments.model)
+    print(f"wrote {arguments.target}")
+    return 0
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

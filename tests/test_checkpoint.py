@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import tempfile
@@ -22,7 +23,7 @@ import torch
 
 from gradserver.protocol.errors import InvalidArgumentError, StateError
 from gradserver.worker.job import checkpoint
-from gradserver.worker.job.checkpoint import Directory, read, write
+from gradserver.worker.job.checkpoint import Directory, File, check_resume, read, write
 from gradserver.worker.tree import pack
 from tests.checkpoint_writer import NUMEL
 from tests.cluster import Program
@@ -253,6 +254,68 @@ def test_file_and_directory_are_flushed_before_and_after_the_file_gets_its_name(
         "rename to latest",
         "flush runs",
     ]
+
+
+def test_a_shared_directory_is_known_by_any_path_and_a_copy_is_another_one(tmp_path: Path) -> None:
+    one = Directory(tmp_path / "one", keep=1)
+    identity = one.identity()
+    assert identity
+    (tmp_path / "mounted").symlink_to("one")
+    assert Directory(tmp_path / "mounted", keep=1).identity() == identity == one.identity()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    assert Directory(tmp_path / "copy", keep=1).identity() not in ("", identity)
+    (tmp_path / "file").write_text("")
+    assert Directory(tmp_path / "file", keep=1).identity() == ""
+    assert names(tmp_path / "one") == [".directory"]
+
+
+def damaged(path: Path) -> Path:
+    """Change a byte in the middle of a file."""
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    return path
+
+
+def test_a_damaged_checkpoint_names_the_newest_whole_one_which_is_taken_if_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = Directory(tmp_path, keep=4)
+    for number in (1, 2, 3, 4):
+        directory.write(number, pack({**STATE, "round": number}))
+    bad = damaged(tmp_path / "round-000000004.gsckpt")
+    damaged(tmp_path / "round-000000003.gsckpt")
+    whole = tmp_path / "round-000000002.gsckpt"
+    with pytest.raises(StateError) as caught:
+        directory.find()
+    assert str(caught.value).startswith(f"{bad} is not a whole checkpoint: its contents do not have the digest")
+    assert f"The newest whole one beside it is {whole}: Job(…, resume='newest-whole')" in str(caught.value)
+    assert "gradserver run --resume newest-whole" in str(caught.value)
+
+    found = directory.find(whole=True)
+    assert found is not None
+    assert (found.path, found.tree["round"]) == (whole, 2)
+    assert f"The job goes on from {whole}" in caplog.text
+    with pytest.raises(StateError, match=f"{bad} is not .*: job.load\\('{whole}'\\) takes it"):
+        File(bad).find()
+
+    damaged(tmp_path / "round-000000001.gsckpt")
+    damaged(whole)
+    for takes in (False, True):
+        with pytest.raises(StateError, match=f"{bad} is not a whole .* has no other one that is whole"):
+            directory.find(whole=takes)
+
+
+def test_the_choice_of_the_environment_holds_without_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADSERVER_RESUME", raising=False)
+    assert check_resume(None) == "latest"
+    monkeypatch.setenv("GRADSERVER_RESUME", "newest-whole")
+    assert (check_resume(None), check_resume("latest")) == ("newest-whole", "latest")
+    monkeypatch.setenv("GRADSERVER_RESUME", "newest")
+    with pytest.raises(InvalidArgumentError, match="GRADSERVER_RESUME is 'newest', and must be 'latest' or 'newest-wh"):
+        check_resume(None)
+    with pytest.raises(InvalidArgumentError, match="resume is 'x'"):
+        check_resume("x")
 
 
 def test_directory_that_cannot_be(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         runs = on(3, train, tmp_path / "slow", every=2, after=after)
     assert all(same(run.state, undisturbed.state) for run in runs)
     left_out = "round {} is not saved: the last checkpoint is still being written"
-    assert [left_out.format(number) for number in (4, 6)] == [record.message for record in caplog.records]
+    assert [left_out.format(number) for number in (4, 6)] == [m for m in caplog.messages if "is not saved" in m]
     wait_until((tmp_path / "slow" / "round-000000008.gsckpt").exists, "the last one is written")
     late = read(tmp_path / "slow" / "round-000000002.gsckpt").tree
     assert same(late["model"], latest(tmp_path / "stopped")["model"])
@@ -133,7 +134,7 @@ def settle(job: Job) -> None:
     """Let rank 0 wait until it has written what is due: a save that is due meanwhile would be omitted."""
     if job.model.worker.rank == 0:
         for thread in threading.enumerate():
-            if thread.name == "gradserver-checkpoint":
+            if thread.name == "gradserver-checkpoint" and thread.is_alive():  # another worker's may not have begun
                 thread.join()
 
 
@@ -551,22 +552,91 @@ def test_a_save_that_fails_fails_at_all_and_the_job_goes_on(tmp_path: Path) -> N
     assert read(tmp_path / "good").tree["round"] == 2
 
 
-def test_founders_with_different_checkpoints_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("places", [("a", "none", "b"), ("none", "b", "none")], ids=str)
+def test_founders_without_the_newest_checkpoint_get_it_and_write_it(
+    tmp_path: Path, undisturbed: Run, caplog: pytest.LogCaptureFixture, places: tuple[str, ...]
+) -> None:
+    """Test members with an older one, and with none, each with a directory of its own."""
+    for name, at in (("a", 2), ("b", 3)):
+        outcomes(3, tmp_path / name, after=stopping(at - 1, 0))
+    homes = [tmp_path / f"{rank}-{name}" for rank, name in enumerate(places)]
+    for home, name in zip(homes, places, strict=True):
+        if name != "none":
+            shutil.copytree(tmp_path / name, home, symlinks=True)
+
+    runs = on(3, lambda worker: train(worker, homes[worker.rank]))
+    assert all(same(run.state, undisturbed.state) for run in runs)
+    assert [run.resumed for run in runs] == [home / "round-000000003.gsckpt" for home in homes]
+    assert {digest(home) for home in homes} == {digest(tmp_path / "b")}
+    giver = places.index("b")
+    assert caplog.text.count(f"from 'worker-{giver}' (rank {giver})") == 2
+
+
+def test_explicit_files_that_differ_are_named_and_an_absent_one_is_written(tmp_path: Path) -> None:
     for name, at in (("a", 2), ("b", 3)):
         outcomes(2, tmp_path / name, after=stopping(at - 1, 0))
+    files = [tmp_path / "a" / "round-000000002.gsckpt", tmp_path / "b" / "round-000000003.gsckpt"]
 
-    def work(worker: Worker, *places: str) -> str:
-        with pytest.raises(DisagreementError) as caught:
-            train(worker, tmp_path / places[worker.rank])
-        return str(caught.value)
+    def work(worker: Worker) -> None:
+        job = job_of(worker)
+        with pytest.raises(DisagreementError, match=r"\(rank 0\) has round 2 .*, and .* \(rank 1\) has round 3 "):
+            job.load(files[worker.rank])
+        with pytest.raises(StateError, match="cannot read the checkpoint .*/no: no such file or directory, at"):
+            job.load(tmp_path / "no")
+        job.save(tmp_path / f"own-{worker.rank}")
+        worker.barrier()
+        if worker.rank == 0:
+            (tmp_path / "own-0").unlink()
+        worker.barrier()
+        job.load(tmp_path / f"own-{worker.rank}")
 
-    one, other = on(2, work, "a", "b")
-    a, b = (str(tmp_path / name) for name in "ab")
-    assert one == other
-    assert f"'worker-0' (rank 0) has round 2 (digest {digest(tmp_path / 'a')}, {a}/" in one
-    assert f"and 'worker-1' (rank 1) has round 3 (digest {digest(tmp_path / 'b')}, {b}/" in one
-    (one, _) = on(2, work, "b", "none")
-    assert "'worker-1' (rank 1) has none" in one
+    on(2, work)
+    assert read(tmp_path / "own-0").digest == read(tmp_path / "own-1").digest
+
+
+def test_a_disk_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outcomes(2, tmp_path / "a", after=stopping(2, 0))
+    (tmp_path / "file").write_text("")
+    homes = [tmp_path / "a", tmp_path / "file" / "runs"]
+    runs = on(2, lambda worker: train(worker, homes[worker.rank], every=2, after=settle))
+    assert same(runs[0].state, runs[1].state)
+    assert runs[1].round == runs[0].round > 3
+    assert f"{homes[1]} for checkpoints: not a directory. The job goes on without this copy" in caplog.text
+    assert latest(homes[0])["round"] > 3
+
+
+class Own:
+    """State that differs among workers, in its values and sizes."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {
+            "rank": rank,
+            "values": torch.full((5 - rank,), rank),
+            "late": torch.full((3,), rank),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_copies_of_several_disks_have_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test three workers on two disks: the files are those of rank 0, whatever the others have."""
+    monkeypatch.setattr("gradserver.worker.job.copies.CHUNK_BYTES", 10)
+
+    def work(worker: Worker) -> None:
+        own = Own(worker.rank)
+        job = job_of(worker, state={"own": own}, checkpoint=tmp_path / "aab"[worker.rank], every=1)
+        rounds(job, 1)
+        job.save()
+        assert own.state["late"].tolist() == [worker.rank] * 3, "saving changes nothing"
+
+    on(3, work)
+    assert names(tmp_path / "a") == names(tmp_path / "b") == ["latest", "round-000000001.gsckpt"]
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert latest(tmp_path / "b")["state"]["own"]["values"].tolist() == [0] * 5
 
 
 def digest(directory: Path) -> str:
@@ -583,7 +653,7 @@ def test_same_round_of_another_job_is_noticed(tmp_path: Path) -> None:
     Directory(tmp_path / "b", keep=1).write(2, pack(tree))
 
     def work(worker: Worker) -> None:
-        with pytest.raises(DisagreementError, match=r"has round 2 .*, and .* has round 2 "):
+        with pytest.raises(DisagreementError, match=r"has round 2 \(digest .*, and .* has round 2 \(digest"):
             train(worker, tmp_path / "ab"[worker.rank])
 
     on(2, work)
@@ -608,8 +678,8 @@ def test_damaged_checkpoint_of_one_is_an_error_at_all(tmp_path: Path) -> None:
 
 
 @contextmanager
-def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterator[list[Program]]:
-    """Start the processes of a job."""
+def programs(url: str, world: int, *checkpoints: Path, pause: int = -1) -> Iterator[list[Program]]:
+    """Start the processes of a job. With several directories each process has its own, and its own host."""
     environment = {"GRADSERVER_URL": url, "PAUSE_AFTER": str(pause)}
     with ExitStack() as stack:
         yield [
@@ -619,8 +689,8 @@ def programs(url: str, world: int, checkpoint: Path, pause: int = -1) -> Iterato
                     "tests.job_training",
                     str(rank),
                     str(world),
-                    str(checkpoint),
-                    environment=environment,
+                    str(checkpoints[rank % len(checkpoints)]),
+                    environment={**environment, "GRADSERVER_HOST": f"box-{rank % len(checkpoints)}"},
                     loaded="torch",
                 )
             )
@@ -688,3 +758,25 @@ def test_a_buffer_that_a_first_forward_makes_is_in_the_checkpoint_and_comes_back
         assert cluster.run(work, 2.0) == [(0, [2.0, 2.0])]
     with LocalCluster(1) as cluster:
         assert cluster.run(work, 5.0) == [(1, [2.0, 2.0])]
+
+
+def test_boxes_without_a_shared_disk_each_have_the_checkpoint_and_go_on_from_any(tmp_path: Path) -> None:
+    homes = tmp_path / "box-0", tmp_path / "box-1"
+    with Daemon("--workers", "2") as daemon:
+        with programs(daemon.url, 2, *homes, pause=3) as processes:
+            for process in processes:
+                process.expect("round 3", STARTED_WITHIN)
+            for home in homes:
+                wait_until((home / "round-000000002.gsckpt").exists, "round 2 is saved at each host")
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            assert {process.end() for process in processes} == {-signal.SIGKILL}
+        assert digest(homes[0]) == digest(homes[1])
+        shutil.rmtree(homes[0])
+        wait_until(lambda: not daemon.snapshot()["groups"], "the coordinator has noticed")
+        with programs(daemon.url, 2, *homes) as processes:
+            ends = {(process.expect("resumed ", STARTED_WITHIN), process.expect("weights ")) for process in processes}
+            assert [resumed for resumed, _ in ends] == ["round-000000002.gsckpt"], "all have the same weights"
+            assert [process.end() for process in processes] == [0, 0]
+            assert any("gets round 2 (digest" in line for line in processes[0].complaints())
+    assert digest(homes[0]) == digest(homes[1])

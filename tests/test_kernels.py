@@ -479,6 +479,20 @@ def test_a_numba_that_does_not_work_is_told_once(tmp_path: Path) -> None:
     assert f"BackendUnavailableError: GRADSERVER_KERNELS=compiled, but {why}" in must.stderr
 
 
+def test_memory_that_may_not_be_executed_has_a_remedy_of_its_own(tmp_path: Path) -> None:
+    """Test the message of llvmlite in a service that may not make code."""
+    package = tmp_path / "numba"
+    package.mkdir()
+    said = "cannot allocate executable memory. This may be due to security restrictions on your system."
+    (package / "__init__.py").write_text(f"raise OSError({said!r})\n")
+    done = in_process(
+        f"import logging; logging.basicConfig(); {SETTLE}", PYTHONPATH=str(tmp_path), GRADSERVER_KERNELS="auto"
+    )
+    assert "MemoryDenyWriteExecute=yes. Leave that out of the unit" in done.stderr
+    assert "pip install" not in done.stderr
+    assert ".." not in done.stderr
+
+
 def test_kernels_that_round_otherwise_are_not_used(table: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     with using(NUMPY):
         assert differences(table) == []

@@ -41,6 +41,9 @@ Tree: TypeAlias = Any
 Take: TypeAlias = Callable[[int], Buffer]
 """A source of buffers, by their bytes. Tensors are made of this memory, so it should be the tree's own."""
 
+Make: TypeAlias = Callable[[Bytes, DType, tuple[int, ...]], Any]
+"""A maker of tensors, from their bytes, element type and shape."""
+
 MAX_MANIFEST_BYTES: Final = 4 * MIB
 """Bytes of some 40,000 tensors, or 400,000 numbers. Decoding takes up to 64 times as much memory."""
 MAX_DEPTH: Final = 64
@@ -172,8 +175,13 @@ def _int_bytes(value: int, where: str) -> bytes:
 # ── and back ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def unpack(manifest: Buffer, take: Take) -> Tree:
-    """Return the tree of a manifest. ``take`` is asked for its buffers, one after the other.
+def unpack(manifest: Buffer, take: Take, tensor: Make | None = None) -> Tree:
+    """Return the tree of a manifest.
+
+    Args:
+        manifest: bytes that `pack` has made.
+        take: is asked for the buffers, one after the other.
+        tensor: makes torch tensors of their bytes, element type and shape; None for torch itself.
 
     Raises:
         MalformedMessageError: these bytes are no tree, or a buffer is not as long as was asked for.
@@ -186,12 +194,13 @@ def unpack(manifest: Buffer, take: Take) -> Tree:
         )
     except Exception as error:  # msgpack raises errors of many types, all of them about these bytes
         raise MalformedMessageError(f"a manifest that is not msgpack: {str(error)[:120]}") from None
-    return _Unpacker(take).value(root, 0)
+    return _Unpacker(take, tensor or _torch_tensor).value(root, 0)
 
 
 class _Unpacker:
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: Take, torch_tensor: Make) -> None:
         self._take = take
+        self._torch_tensor = torch_tensor
 
     def value(self, node: Any, depth: int) -> Any:
         """Return the value of the manifest's ``node``."""
@@ -237,7 +246,9 @@ class _Unpacker:
                 f"a tensor of {numel} × {dtype.name} takes {numel * dtype.itemsize} bytes, and {data.nbytes} came"
             )
         try:
-            return _torch_tensor(data, dtype, shape) if kind == _Kind.TORCH else _numpy_array(data, dtype, shape, kind)
+            if kind == _Kind.TORCH:
+                return self._torch_tensor(data, dtype, shape)
+            return _numpy_array(data, dtype, shape, kind)
         except (ValueError, RuntimeError) as error:  # dimensions that this library does not have
             raise MalformedMessageError(f"no tensor of shape {brief(shape)}: {str(error)[:120]}") from None
 

@@ -35,7 +35,11 @@ from gradserver.protocol.version import __version__
 VARIABLE: Final = "GRADSERVER_KERNELS"
 AUTO, NUMPY, COMPILED = "auto", "numpy", "compiled"
 INSTALL: Final = "pip install 'gradserver[fast]'"
-REMEDY: Final = f"install a version of numba that fits ({INSTALL}), or set {VARIABLE}={NUMPY} to do without"
+_REMEDY: Final = f"install a version of numba that fits ({INSTALL}), or set {VARIABLE}={NUMPY} to do without"
+_DENIED: Final = (
+    "the system denies this process executable memory, as systemd does with MemoryDenyWriteExecute=yes. Leave that out "
+    f"of the unit, or set {VARIABLE}={NUMPY} to do without"
+)
 
 log = logging.getLogger("gradserver")
 
@@ -112,10 +116,9 @@ class _Loader:
             seconds = time.monotonic() - began
             self.standing = Standing(COMPILED, f"by numba, ready after {seconds:.1f} s")
         except Exception as error:
-            self.standing = Standing(NUMPY, f"kernels cannot be compiled: {error}", True)
-            log.warning(
-                "%s. numpy does their work, which takes several times as long: %s", self.standing.reason, REMEDY
-            )
+            self.standing = Standing(NUMPY, f"kernels cannot be compiled: {str(error).rstrip('. ')}", True)
+            reason = self.standing.reason
+            log.warning("%s. numpy does their work, which takes several times as long: %s", reason, remedy(reason))
         finally:
             sys.setswitchinterval(interval)
             self._is_loading = False
@@ -141,6 +144,11 @@ class _Loader:
 
 
 _loader = _Loader()
+
+
+def remedy(reason: str) -> str:
+    """Return the remedy where kernels cannot be compiled for this ``reason``."""
+    return _DENIED if "executable memory" in reason.lower() else _REMEDY
 
 
 def _choice() -> str:

@@ -15,10 +15,11 @@ from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
-from gradserver.worker.job.checkpoint import Directory
+from gradserver.worker.job.checkpoint import NEWEST_WHOLE, Directory, File, check_resume
 from gradserver.worker.job.local_steps import LocalSteps
 from gradserver.worker.job.log_steps import LogSteps
 from gradserver.worker.job.position import check_data, position_of
+from gradserver.worker.job.resuming import Source
 from gradserver.worker.job.saving import Saving, check_every
 from gradserver.worker.job.several_steps import SeveralSteps
 from gradserver.worker.job.state import JobState
@@ -27,6 +28,7 @@ from gradserver.worker.job.stopping import stop_on_sigterm
 from gradserver.worker.job.trained import Scheduler, Stateful, Trained, Wrapped, trained
 from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.norms import check_limit
+from gradserver.worker.torch_ddp.alike import gather
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.tree import Tree
 
@@ -54,9 +56,10 @@ class Job:
     ``state``, and the round. It also has the position of every worker in the epoch, and each worker's generators of
     random numbers: torch's, Python's and numpy's. The generators are restored if the number of workers is the same.
 
-    All workers save at the same boundary between two rounds, after they have compared their weights. Rank 0 writes from
-    a copy, in a thread, while training continues. If that fails, for want of room on the disk for example, the log has
-    a warning, and the next save is the next try. A save that is due while the thread still writes is omitted.
+    All workers save at the same boundary between two rounds, after they have compared their weights. In each directory
+    the worker of the lowest rank writes: so each host without a shared disk has the same file. It writes from a copy,
+    in a thread, while training continues. If that fails, for want of room on the disk for example, the log has a
+    warning, and the next save is the next try. A save that is due while the thread still writes is omitted.
 
     Spot machines and batch systems send SIGTERM before they end a process. After SIGTERM all workers save when the
     round is over. Then the worker that received the signal leaves, and its process ends with status 0. The others
@@ -72,12 +75,16 @@ class Job:
         data: source of `batches`.
         state: other objects with state, by name. They have ``state_dict`` and ``load_state_dict``. The state of rank 0
             is saved, so a worker's own state does not belong there.
-        checkpoint: directory of the checkpoints. If it has some, the job continues from the one written last. It should
-            be the same for all workers, and must hold the same checkpoints for all that start.
+        checkpoint: directory of the checkpoints, on a shared disk or one at each host. The job continues from the
+            newest checkpoint that any worker has there. Workers without it get it from one that has it, and write it to
+            their own disk.
         every: number of rounds between two saves. None: save only on SIGTERM and when `save` is called.
         keep: number of checkpoints to keep in the directory.
         clip_grad_norm: limit of the norm of each model's averaged gradients, to which `step` clips them; None: none. A
             `LocalSGD` has no averaged gradients: ``before`` of `step` can clip the worker's own.
+        resume: "latest": a damaged checkpoint is an error, which names the newest whole one beside it. "newest-whole":
+            the job continues from that one, with a warning. None: as the environment variable GRADSERVER_RESUME says,
+            which ``gradserver run --resume`` sets; without it, "latest".
 
     Attributes:
         model: the model, as given. Of several, the one that was wrapped first.
@@ -88,7 +95,7 @@ class Job:
 
     Raises:
         StateError: a checkpoint cannot be read, or belongs to another job. The error names the file.
-        DisagreementError: the workers found different checkpoints.
+        DisagreementError: the workers found different checkpoints of the same round.
         UsageError: the options exclude each other, such as ``clip_grad_norm`` and a `LocalSGD`.
     """
 
@@ -105,8 +112,10 @@ class Job:
         every: int | None = None,
         keep: int = 2,
         clip_grad_norm: float | None = None,
+        resume: str | None = None,
     ) -> None:
         check_every(every, checkpoint)
+        self._whole = check_resume(resume) == NEWEST_WHOLE
         if data is not None:
             check_data(data)
         self._parts = trained(model, optimizer, scheduler)
@@ -117,6 +126,7 @@ class Job:
         self._worker = first.model.worker
         self._position = None if data is None else position_of(data, self._worker)
         self._state = JobState(self._worker, self._parts, state or {}, self._position)
+        self._keep = keep
         directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
         self._saving = Saving(self._worker, self._state, directory, every)
         limit = check_limit(clip_grad_norm, "clip_grad_norm")
@@ -127,7 +137,7 @@ class Job:
         if self._worker.joins:
             self._steps.enter(self._take_over)
         elif directory is not None:
-            self._load(directory.latest)
+            self._load(directory)
         if directory is not None:
             stop_on_sigterm(self)
         if self._steps.can_be_joined:
@@ -151,9 +161,9 @@ class Job:
             return LogSteps
         return SeveralSteps if first.name else GradientSteps
 
-    def _load(self, find: Callable[[], Path | None]) -> bool:
-        """Continue from the checkpoint that ``find`` finds, if all have the same. Return whether there is one."""
-        path = self._state.load(find)
+    def _load(self, source: Source, exact: bool = False) -> bool:
+        """Continue from the newest checkpoint that a member has in ``source``. Return whether there is one."""
+        path = self._state.load(source, self._whole, exact)
         if path is None:
             return False
         self._saving.start()
@@ -244,27 +254,32 @@ class Job:
         """Save now, and return when it is written. All workers call it between the same two rounds.
 
         Args:
-            path: the file to write. None for the next one in the job's directory.
+            path: the file to write, at each host. None for the next one in the job's directory.
 
         Raises:
-            StateError: the file could not be written. Every worker gets this error, which names the file. The job can
-                continue.
+            StateError: no worker could write the file. Every worker gets this error, which names the file. The job can
+                continue. If some could, the others have a warning.
             DivergedError: the workers' weights differ. Nothing was written.
         """
         self._saving.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint: a file, or the last one of a directory. All workers call it.
+        """Continue from a checkpoint: a file, or the newest one of a directory. All workers call it.
+
+        A worker that does not have it gets it from one that does, and writes it to the same path.
 
         Raises:
-            StateError: some worker cannot read it, or it does not fit this job.
-            DisagreementError: the workers' checkpoints differ.
+            StateError: some worker cannot read its own, none has it, or it does not fit this job.
+            DisagreementError: the workers' files differ.
         """
         path = Path(path)
-        if not path.is_dir():
-            self._load(lambda: path)
-        elif not self._load(Directory(path, keep=1).latest):
-            raise StateError(f"there is no checkpoint in {path}")
+        told = gather(self._worker, "folder" if path.is_dir() else "file" if path.exists() else "none")
+        exact = "file" in told
+        if path.is_dir() or (not path.exists() and not exact and "folder" in told):
+            if not self._load(Directory(path, self._keep), exact):
+                raise StateError(f"there is no checkpoint in {path}")
+        elif not self._load(File(path), exact=True):
+            raise StateError(f"cannot read the checkpoint {path}: no such file or directory, at any worker")
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 

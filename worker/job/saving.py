@@ -11,13 +11,21 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError, WorkerLeftError
+from gradserver.protocol.errors import (
+    InvalidArgumentError,
+    MembershipChangedError,
+    StateError,
+    UsageError,
+    WorkerLeftError,
+)
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import Handle
 from gradserver.worker.job.checkpoint import Directory, Writing, write
+from gradserver.worker.job.copies import alike, place_in
+from gradserver.worker.job.resuming import GiverLostError, place_of
 from gradserver.worker.job.state import JobState
 from gradserver.worker.torch_ddp.alike import gather
-from gradserver.worker.tree import Tree, pack
+from gradserver.worker.tree import Packed, Tree, pack
 
 log = logging.getLogger("gradserver")
 
@@ -39,7 +47,7 @@ class _Asked(NamedTuple):
 
 
 class Saving:
-    """The saves of a job. All workers save at the same boundary; rank 0 writes.
+    """The saves of a job. All workers save at the same boundary; the lowest rank of each directory writes.
 
     Args:
         worker: the worker.
@@ -111,36 +119,48 @@ class Saving:
         """Save to ``path`` or the directory, and return when it is written."""
         if path is None and self._directory is None:
             raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
-        tree = self._agree()
-        self._await(None if tree is None else Writing(partial(self._write, tree, path)))
+        if path is None:
+            assert self._directory is not None
+            place = place_in(self._worker, self._directory)
+        else:
+            place = place_of(self._worker, Path(path))
+        found = self._agree(place)
+        self._await(None if found is None else Writing(partial(self._write, found, path)))
         if path is None:
             self.start()
 
-    def _agree(self) -> Tree | None:
-        """Return the tree to save, at the writing worker. With local SGD this exchanges what was not exchanged yet."""
+    def _agree(self, place: str, busy: bool = False, copy: bool = False) -> Packed | Tree | None:
+        """Return what to save, at the workers that write. With local SGD this exchanges what was not exchanged yet."""
         self.is_saving = True
         try:
-            return self._state.agree()
+            while True:
+                agreed = self._state.agree(place, busy)
+                try:
+                    return agreed.tree if len(agreed.writers) < 2 else alike(self._worker, agreed, copy)
+                except (MembershipChangedError, GiverLostError) as change:  # raised at all members
+                    log.info("what to save is compared again: %s", change)
         finally:
             self.is_saving = False
 
-    def _write(self, tree: Tree, path: str | Path | None) -> None:
+    def _write(self, found: Packed | Tree, path: str | Path | None) -> None:
         if self._writing is not None:
             self._writing.join()
+        packed = found if isinstance(found, Packed) else pack(found)
         if path is not None:
-            write(Path(path), pack(tree))
+            write(Path(path), packed)
         elif self._directory is not None:
-            self._directory.write(self._state.round, pack(tree))
+            self._directory.write(self._state.round, packed)
 
     def _save_beside(self) -> None:
-        tree = self._agree()
-        if tree is None:
-            return
         assert self._directory is not None
-        if self._writing is not None and self._writing.is_alive():
+        busy = self._writing is not None and self._writing.is_alive()
+        found = self._agree(place_in(self._worker, self._directory), busy, copy=True)
+        if busy:
             log.warning("round %d is not saved: the last checkpoint is still being written", self._state.round)
+        if found is None:
             return
-        self._writing = Writing(partial(self._directory.write, self._state.round, pack(tree, copy=True)), warns=True)
+        packed = found if isinstance(found, Packed) else pack(found, copy=True)
+        self._writing = Writing(partial(self._directory.write, self._state.round, packed), warns=True)
 
     def _save_and_leave(self, names: Sequence[str], leaves: bool, rank: int) -> None:
         """Save for the workers that were told to stop. Return if this worker can go on without them.
@@ -163,14 +183,19 @@ class Saving:
         log.warning("%s; the others go on", said)
 
     def _await(self, writing: Writing | None) -> None:
-        """Wait for the worker that writes. It says each second that it still does, so that no wait runs out."""
+        """Wait for the workers that write. They say each second that they still do, so that no wait runs out.
+
+        One checkpoint that is written is enough. A worker that could not write another copy has a warning.
+        """
         pause = min(_LOOK_SECONDS, self._worker.timeout / 4)
-        outcome: Tree = ""
-        while outcome == "":
+        outcomes: list[Tree] = [""]
+        while "" in outcomes:
             mine = None if writing is None else writing.outcome(pause)
-            outcome = next((one for one in gather(self._worker, mine) if one is not None), "its writer was lost")
-        if outcome != "written":
-            raise StateError(str(outcome))
+            outcomes = [one for one in gather(self._worker, mine) if one is not None]
+        if "written" not in outcomes:
+            raise StateError(str(next(iter(outcomes), "its writer was lost")))
+        if writing is not None and (failure := writing.outcome(0)) != "written":
+            log.warning("%s. The checkpoint is written at another worker", failure)
 
 
 def check_every(every: object, checkpoint: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,10 +14,12 @@ from torch import Tensor
 from gradserver.protocol.errors import GradServerError, StateError
 from gradserver.protocol.version import __version__
 from gradserver.worker.client import Worker
-from gradserver.worker.job.checkpoint import read
+from gradserver.worker.job.checkpoint import check_job
+from gradserver.worker.job.copies import Agreed, writers_of
 from gradserver.worker.job.position import Position, RangesPosition, StepsPosition, chance, set_chance
+from gradserver.worker.job.resuming import Source, resume
 from gradserver.worker.job.trained import Stateful, Trained, check_parts, state_of, states
-from gradserver.worker.torch_ddp.alike import check_same_start, check_weights, digest_of_all, gather
+from gradserver.worker.torch_ddp.alike import check_weights, digest_of_all, gather
 from gradserver.worker.tree import Tree
 
 log = logging.getLogger("gradserver")
@@ -71,8 +73,13 @@ class JobState:
         """Note that this worker has come to the present round of the others."""
         self.entered = self.round
 
-    def agree(self) -> Tree | None:
-        """Compare weights, and learn every worker's position. Return the tree to save, at the writing worker only."""
+    def agree(self, place: str, busy: bool = False) -> Agreed:
+        """Compare weights, and learn every worker's position.
+
+        Args:
+            place: what is equal for workers that would write the same file (`gradserver.worker.job.copies`).
+            busy: whether this worker still writes the last one.
+        """
         for part in self._parts:
             part.settle()
         has_part = self._several and self._worker.mode != "sync"  # some models may have had gradients of a batch
@@ -81,13 +88,17 @@ class JobState:
             "weights": digest_of_all(self.replicated),
             "chance": chance(),
             "position": None if self._position is None else self._position.own(waits),
+            "place": place,
+            "busy": busy,
         }
         told = gather(self._worker, mine)
         check_weights(self._worker, [one["weights"] for one in told], self.round)
         position = None
         if self._position is not None:
             position = self._position.of_all([one["position"] for one in told])
-        return self._tree(told, position) if self._worker.rank == 0 else None
+        writers = writers_of([one["place"] for one in told], [one["busy"] for one in told])
+        tree = self._tree(told, position) if self._worker.rank in writers else None
+        return Agreed(tree, writers, self._worker.epoch)
 
     def _tree(self, told: Sequence[Tree], position: Tree) -> Tree:
         return {
@@ -105,20 +116,9 @@ class JobState:
             "versions": _VERSIONS,
         }
 
-    def load(self, find: Callable[[], Path | None]) -> Path | None:
-        """Continue from the checkpoint that ``find`` finds, if all have the same. Return its path."""
-        loaded, failure = None, ""
-        try:
-            path = find()
-            loaded = None if path is None else read(path)
-            if loaded is not None:
-                _of_a_job(loaded.tree, str(loaded.path))
-        except StateError as error:
-            failure = error.message
-        mine = {"error": failure, "path": "", "round": 0, "digest": b""}
-        if loaded is not None:
-            mine |= {"path": str(loaded.path), "round": loaded.tree["round"], "digest": loaded.digest}
-        check_same_start(self._worker, gather(self._worker, mine))
+    def load(self, source: Source, whole: bool, exact: bool) -> Path | None:
+        """Continue from the newest checkpoint of all members, as `resume` finds it. Return its path."""
+        loaded = resume(self._worker, source, whole, exact)
         if loaded is None:
             return None
         try:
@@ -140,7 +140,7 @@ class JobState:
     def take_over(self, tree: Tree) -> None:
         """Take the state of another member."""
         try:
-            self._install(_of_a_job(tree, "the state that a member sent"))
+            self._install(check_job(tree, "the state that a member sent"))
             for part in self._parts:
                 for name, buffer in state_of(part, tree["unsaved"]).items():
                     part.model.module.get_buffer(name).copy_(buffer)
@@ -174,11 +174,3 @@ class JobState:
         if tree["versions"] != _VERSIONS:
             log.warning("this state was made with %s, and here is %s", tree["versions"], _VERSIONS)
         self.round = tree["round"]
-
-
-def _of_a_job(tree: Tree, what: str) -> Tree:
-    """Return ``tree`` if it has the parts that `Job.save` writes."""
-    parts = ("round", "model", "optimizer", "scheduler", "state", "data", "chance", "weights", "versions")
-    if type(tree) is not dict or any(part not in tree for part in parts):
-        raise StateError(f"{what} is not the checkpoint of a job")
-    return tree

@@ -16,12 +16,10 @@ from gradserver.protocol.digest import MODULUS, digest
 from gradserver.protocol.errors import (
     ConnectionLostError,
     DeadlineError,
-    DisagreementError,
     DivergedError,
     LimitExceededError,
     MembershipChangedError,
     PeerError,
-    StateError,
 )
 from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Membership
@@ -97,8 +95,8 @@ def check_same_tensors(worker: Worker, tensors: Mapping[str, Tensor]) -> None:
         if others:
             name = next(one for one in (usual, *column) if one is not None)[0]
             raise DivergedError(
-                f"{name!r} of {_named(worker.names, others)} is not that of "
-                f"{_named(worker.names, [column.index(usual)])}. {remedy}"
+                f"{name!r} of {named(worker.names, others)} is not that of "
+                f"{named(worker.names, [column.index(usual)])}. {remedy}"
             )
 
 
@@ -192,7 +190,7 @@ class Newcomers:
         others = [rank for rank in digests if asked.rows[rank][8] == _NEW and digests[rank] != digests.get(usual)]
         if usual < 0 or asked.rank not in others:  # a worker that leaves says why
             return
-        self._worker.abort(f"behind round {asked.round} its weights were not those of {_named(asked.names, [usual])}")
+        self._worker.abort(f"behind round {asked.round} its weights were not those of {named(asked.names, [usual])}")
         so = "the worker that has just joined leaves, and the others go on"
         raise _diverged(asked.names, others, usual, asked.round, so, "It can join again with a loop like theirs")
 
@@ -200,7 +198,7 @@ class Newcomers:
 def _diverged(
     names: Sequence[str], others: Sequence[int], usual: int, number: int, so: str, then: str
 ) -> DivergedError:
-    who, whose = _named(names, others), _named(names, [usual])
+    who, whose = named(names, others), named(names, [usual])
     return DivergedError(
         f"after round {number} the weights of {who} are not those of {whose}: {so}. Replicas stay alike if all of them "
         f"change their weights by job.step() only, in the same way, with the same versions of torch on the same kind "
@@ -208,28 +206,6 @@ def _diverged(
     )
 
 
-def check_same_start(worker: Worker, told: Sequence[Tree]) -> None:
-    """Raise unless all members found the same checkpoint, or none.
-
-    Raises:
-        StateError: one of them could not read its own. The error names it and the reason.
-        DisagreementError: they found different ones. The error names each member's.
-    """
-    for rank, one in enumerate(told):
-        if one["error"]:
-            raise StateError(f"{_named(worker.names, [rank])} cannot load the checkpoint: {one['error']}")
-    for rank, one in enumerate(told):
-        if one["digest"] != told[0]["digest"]:
-            first, other = _named(worker.names, [0]), _named(worker.names, [rank])
-            raise DisagreementError(
-                f"all members must load the same checkpoint: {first} has {_found(told[0])}, and {other} has "
-                f"{_found(one)}. Give all of them the same file, or a shared directory"
-            )
-
-
-def _found(one: Tree) -> str:
-    return f"round {one['round']} (digest {one['digest'].hex()[:12]}, {one['path']})" if one["path"] else "none"
-
-
-def _named(names: Sequence[str], ranks: Sequence[int]) -> str:
+def named(names: Sequence[str], ranks: Sequence[int]) -> str:
+    """Name the members with these ranks, for people."""
     return ", ".join(f"{names[rank]!r} (rank {rank})" for rank in ranks)

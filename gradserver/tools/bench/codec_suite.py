@@ -41,7 +41,7 @@ def codecs(arguments: argparse.Namespace, session: Session) -> None:
     """Measure every codec alone: no processes, no network."""
     keep_memory()  # as the coordinator does
     if (found := loader.settle(_COMPILING_SECONDS)).failed:
-        raise RunError(f"{found.reason}: {loader.REMEDY}")
+        raise RunError(f"{found.reason}: {loader.remedy(found.reason)}")
     workers, rounds = arguments.workers, arguments.rounds
     names = [codec_of(name).name for name in arguments.wire]
     title = f"means of {workers} contributions; one thread; error after one round, and after {rounds} with feedback"

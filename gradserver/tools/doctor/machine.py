@@ -54,7 +54,9 @@ def _kernels(report: Report) -> None:
     found = loader.settle(_COMPILING_SECONDS)
     report.sections["machine"].add("kernels", found._asdict(), str(found))
     if found.failed:
-        report.find(f"encoding, decoding and averaging take several times as long: {found.reason}", loader.REMEDY)
+        report.find(
+            f"encoding, decoding and averaging take several times as long: {found.reason}", loader.remedy(found.reason)
+        )
 
 
 def _memory(report: Report) -> None:

@@ -120,6 +120,12 @@ def _add_ends(parser: argparse._ArgumentGroup) -> None:
         metavar="M",
         help="go on without a worker that has failed for good, while M are left (default: all are needed)",
     )
+    parser.add_argument(
+        "--resume",
+        choices=("latest", "newest-whole"),
+        help="with newest-whole, a job that finds its last checkpoint damaged continues from the newest whole one "
+        "(default latest: that is an error)",
+    )
     text = f"seconds from a request to end until a worker is killed (default {_GRACE_SECONDS:g})"
     add_seconds(parser, "--grace", 0, 86_400, text, _GRACE_SECONDS)
 
@@ -259,6 +265,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         restarts=arguments.restart,
         minimum=arguments.min,
         grace=arguments.grace,
+        resume=arguments.resume,
         log_dir=arguments.log_dir,
         all_gpus=arguments.gpus == "all",
         rsh=arguments.rsh,

@@ -165,6 +165,8 @@ class Launcher:
         found = places.environment_of(place, self._places, hello, self._master, self._url, os.environ)
         carried = {} if self._options.hosts[place.host].is_here else places.carried(os.environ)
         own = {"PYTHONPATH": self._options.pythonpath, "GRADSERVER_RESTARTS": str(restarts)}
+        if self._options.resume is not None:
+            own["GRADSERVER_RESUME"] = self._options.resume
         return {**carried, **found, **own}
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────────

@@ -29,6 +29,7 @@ class Options:
         rsh: the remote shell.
         python: Python on other hosts.
         pythonpath: PYTHONPATH of the workers.
+        resume: checkpoint that jobs take, "latest" or "newest-whole"; None for that of the environment.
     """
 
     command: tuple[str, ...]
@@ -47,6 +48,7 @@ class Options:
     rsh: tuple[str, ...]
     python: str
     pythonpath: str | None
+    resume: str | None = None
 
     @property
     def is_elastic(self) -> bool:
