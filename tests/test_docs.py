@@ -260,7 +260,14 @@ def plan(head: Component = HEAD) -> Plan:
 
 def template(text: str) -> str:
     """Return ``text`` without what differs from run to run: numbers, names, addresses, widths."""
-    for pattern, instead in ((r"tcp://[\d.:]+", "URL"), (r"'[^']*'", "NAME"), (r"\d+(\.\d+)?", "#"), (r" +", " ")):
+    patterns = (
+        (r"tcp://[\d.:]+", "URL"),
+        (r"'[^']*'", "NAME"),
+        (r"\d+(\.\d+)?", "#"),
+        ("# round ", "# rounds "),
+        (r" +", " "),
+    )
+    for pattern, instead in patterns:
         text = re.sub(pattern, instead, text)
     return text.strip()
 
@@ -341,6 +348,13 @@ def other_module() -> GradServerError:
         return Task(spot.agree, plan(other)).error(gradserver.PlanMismatchError)
 
 
+def deadlocked_workers() -> GradServerError:
+    with pair() as (box, spot):
+        waiting = Task(box.barrier)
+        Task(exchange, spot)
+        return waiting.error(gradserver.DeadlockError)
+
+
 def absent_worker() -> GradServerError:
     with coordinator() as server, pytest.raises(gradserver.JoinTimeoutError) as caught:
         connect(server.url, 0, 2, name="box-0", timeout=0.3)
@@ -368,6 +382,7 @@ PROVOKED = [
     late_worker,
     not_a_number,
     other_module,
+    deadlocked_workers,
     absent_worker,
     no_coordinator,
     killed_coordinator,

@@ -230,7 +230,7 @@ class Outliers:
             slack = max(-0.5 * math.log(share), 0.0)
             is_there = one.squares > 0 and own > (usual if reference is None else reference) + _NOTHING
             log = _bounded(own - reference - slack) if is_there and reference is not None else None
-            shown = _bounded(own - usual), _cosine(one) or 0.0
+            shown = _bounded(max(own, _LEAST) - usual), _cosine(one) or 0.0
             is_wild = log is not None and log > _WILD and own - slack > self._levels[section].peak + _WILD
             points[one.member_id] = _Point(log, cosines.get(one.member_id), shown, len(members), own, is_wild)
         return points
