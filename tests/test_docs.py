@@ -7,6 +7,7 @@ import doctest
 import inspect
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -410,6 +411,7 @@ def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str], monkeypatc
             pushed = [box.push(index, np.zeros(size, np.float32)) for index, size in sizes]
             wait_until(lambda: len(open_exchanges(server.url)) == 2, "two open exchanges")
             if number == 0:  # a whole round, for which spot-3 is the last to come
+                time.sleep(0.5)  # it begins late
                 for index, size in sizes:
                     spot.push(index, np.zeros(size, np.float32))
                 box.finish_round()

@@ -10,6 +10,10 @@ says little, as gradients of small batches scatter. So a verdict takes 32 rounds
     its cosine is below 0 by 8 standard errors, and that of the others is not                              32, or 128
     its cosine is below 0.15 of that of the others by 8 standard errors, and theirs is above 0.1           32, or 128
 
+A norm that is large is off if it was so from the start, or if it has grown by itself: the others may have learned their
+samples. A cosine below 0 is off if it is about as large as those of the others, which agree, and the norm is like
+theirs. A small cosine is off if it is 0 but for chance. Gradients that all lie on one line have no cosine.
+
 These bounds leave room for batches that differ by a factor of 16 and are not weighed. Every 8 rounds they are looked
 at. A small norm is no evidence: a worker that has learned its samples has small gradients, and they do no harm.
 
@@ -287,9 +291,13 @@ class Outliers:
         known = [one.log for one in points if one.log is not None]
         if len(known) < FEWEST:
             return None
-        wild = [one.log for one in points if one.log is not None and one.is_wild]
-        is_large = sum(log > _EACH for log in known) >= _OFTEN and fmean(known) > _LARGE
         is_new = member_id not in self.named
+        usual = (
+            median(one.norm for one in self._points[member_id]) if is_new and not self._began_large(member_id) else 0.0
+        )
+        grown = usual + _EACH if usual else -math.inf
+        wild = [one.log for one in points if one.log is not None and one.is_wild and one.norm > grown]
+        is_large = sum(log > _EACH for log in known) >= _OFTEN and fmean(known) > _LARGE
         if len(wild) < _WILD_ROUNDS and not (is_large and (not is_new or self._has_grown(member_id, points))):
             return None
         cosine = fmean(one.shown[1] for one in islice(reversed(self._points[member_id]), FEWEST))
@@ -300,10 +308,9 @@ class Outliers:
 
         Where it is large because the others have learned their samples, it has not.
         """
-        points = list(self._points[member_id])
-        first = [one.log for one in points[:EVERY] if one.log is not None]
-        if len(points) < _LONG and first and median(first) > _EACH:
+        if self._began_large(member_id):
             return True
+        points = list(self._points[member_id])
         before = points[:-FEWEST][-FEWEST - EVERY : -EVERY]
         if len(before) < EVERY:
             return False
@@ -311,6 +318,11 @@ class Outliers:
         ratio = max(median(ratios), 0.0) if ratios else 0.0
         grown = median(one.norm for one in recent) - median(one.norm for one in before)
         return grown > _EACH and fmean(one.log or 0.0 for one in recent) > ratio + _EACH
+
+    def _began_large(self, member_id: int) -> bool:
+        points = self._points[member_id]
+        first = [one.log for one in islice(points, EVERY) if one.log is not None]
+        return len(points) < _LONG and bool(first) and median(first) > _EACH
 
     def _settle(self, off: Mapping[int, Verdict]) -> list[int]:
         """Keep verdicts, and return members that have been in line for long enough."""
