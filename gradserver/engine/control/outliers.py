@@ -292,10 +292,8 @@ class Outliers:
         if len(known) < FEWEST:
             return None
         is_new = member_id not in self.named
-        usual = (
-            median(one.norm for one in self._points[member_id]) if is_new and not self._began_large(member_id) else 0.0
-        )
-        grown = usual + _EACH if usual else -math.inf
+        is_judged = is_new and not self._began_large(member_id)
+        grown = median(one.norm for one in self._points[member_id]) + _EACH if is_judged else -math.inf
         wild = [one.log for one in points if one.log is not None and one.is_wild and one.norm > grown]
         is_large = sum(log > _EACH for log in known) >= _OFTEN and fmean(known) > _LARGE
         if len(wild) < _WILD_ROUNDS and not (is_large and (not is_new or self._has_grown(member_id, points))):
