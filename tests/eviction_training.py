@@ -13,7 +13,7 @@ from gradserver import DataRanges, DistributedDataParallel, Worker, connect
 from tests.worker_programs import say
 
 WORLD, BAD = 4, 2
-LENGTH, BATCH = 1600, 8
+LENGTH, BATCH = 3200, 8
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from gradserver.engine.records import RoundRecord, pack_round, unpack_round
 from gradserver.local import LocalCluster
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import Kind, Op, Operation
+from gradserver.protocol.plan import simple_plan
 from gradserver.status import fetch
 from gradserver.worker.client import Worker
 from tests.cluster import coordinator, joined, together
@@ -215,3 +216,43 @@ def test_where_rounds_do_not_wait_for_all_no_worker_is_blamed_for_a_lag_that_is_
     assert blamed(group) == {}
     if "mode" in options:
         assert group["pace"]["known"] == 0
+
+
+# ── the log ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pauses(worker: Worker) -> None:
+    worker.agree(simple_plan([("b", 500)], FLOAT32, Op.MEAN))
+    for _ in range(25):
+        time.sleep(0.1 if worker.rank == SLOW else 0)
+        worker.push(0, np.ones(500, np.float32))
+        worker.finish_round()
+
+
+def test_the_log_names_once_the_worker_that_holds_its_group_up(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalCluster(4) as cluster:
+        cluster.run(pauses)
+    (said,) = [record.getMessage() for record in caplog.records if "holds group" in record.getMessage()]
+    assert said.startswith(f"{NAME!r} (rank {SLOW}) holds group 'local' up: in ")
+    assert 0.05 < float(said.partition(" waited for it, ")[2].split()[0]) < 0.5
+    assert "s each time; it began late. It computes longer than the others" in said
+
+
+def test_the_log_names_no_worker_where_lateness_is_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalCluster(4, mode="bounded", staleness=4, elastic=(1, 4)) as cluster:
+        cluster.run(train)
+    assert "holds group" not in caplog.text
+
+
+def test_the_status_names_workers_that_are_gone() -> None:
+    with LocalCluster(3, elastic=(2, 3)) as cluster:
+
+        def work(worker: Worker) -> None:
+            worker.barrier()
+            if worker.rank == SLOW:
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError):
+            cluster.run(work)
+        gone = cluster.snapshot()["groups"]["local"]["gone"]  # type: ignore[index]
+    assert NAME in {one["name"] for one in gone}

@@ -459,7 +459,7 @@ def test_what_takes_all_of_the_ledger_takes_no_part_of_it(
     write(tmp_path, range(5))
 
     assert run(capsys, tmp_path, *options) == (
-        1,
+        2,
         [],
         [f"gradserver: {flag} takes all of the ledger: leave out {part}"],
     )

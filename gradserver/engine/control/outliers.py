@@ -10,6 +10,10 @@ says little, as gradients of small batches scatter. So a verdict takes 32 rounds
     its cosine is below 0 by 8 standard errors, and that of the others is not                              32, or 128
     its cosine is below 0.15 of that of the others by 8 standard errors, and theirs is above 0.1           32, or 128
 
+A norm that is large is off if it was so from the start, or if it has grown by itself: the others may have learned their
+samples. A cosine below 0 is off if it is about as large as those of the others, which agree, and the norm is like
+theirs. A small cosine is off if it is 0 but for chance. Gradients that all lie on one line have no cosine.
+
 These bounds leave room for batches that differ by a factor of 16 and are not weighed. Every 8 rounds they are looked
 at. A small norm is no evidence: a worker that has learned its samples has small gradients, and they do no harm.
 
@@ -35,12 +39,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import fmean, median, stdev
 from typing import Final, NamedTuple
 
 from gradserver.engine.figures import OfMember
-from gradserver.engine.medians import median_without
 from gradserver.protocol.limits import MAX_WEIGHT
 
 ADVICE: Final = "Look at that worker's GPU, its data, and the scale of its loss"
@@ -59,10 +62,18 @@ _SIGMAS: Final = 8.0
 """Standard errors that are no chance, whichever member and round is looked at."""
 _APART: Final = 0.15
 """Share of the others' cosine below which a member has nothing in common with them."""
+_LINE: Final = 1 - 1e-9
+"""Size of a cosine from which on all gradients are on one line, as those of one element."""
 _REST: Final = 0.1
 """Square of a sum, over that of one contribution, below which the others cancel it."""
-_OPPOSED: Final = 0.25
-"""Share of a cosine below 0 above which that of the others is."""
+_MIRRORED: Final = 0.3
+"""Share by which the cosine of a member with the wrong sign may differ from those of the others."""
+_ALIKE: Final = math.log(1.5)
+"""Logarithm of a ratio of norms up to which a member may be one of the others with the wrong sign."""
+_CHANCE: Final = 3.0
+"""Standard errors within which a cosine is 0."""
+_NEGLIGIBLE: Final = 0.02
+"""Share of the others' cosine below which a cosine is 0 as well."""
 _COMMON: Final = 0.1
 """Cosine of the others above which they have something in common."""
 _NOTHING: Final = math.log(1e-6)
@@ -123,10 +134,15 @@ class _Point(NamedTuple):
     """Figures of a member in one round: logarithm of the ratio of norms, and cosine. None where they tell nothing."""
 
     log: float | None
-    cosines: tuple[float, float] | None
-    """Its own one, and the median of the others'."""
+    cosine: float | None
     shown: tuple[float, float]
     """The same, for people: they are there in any case."""
+    count: int
+    """Contributions to the round."""
+    norm: float
+    """Logarithm of the norm."""
+    is_wild: bool
+    """The norm is far above all that is usual."""
 
 
 class _Level(NamedTuple):
@@ -206,7 +222,11 @@ class Outliers:
         shares = {one: min(max((weights.get(one, 0.0) or 1.0) / middle, _LIGHTEST), 1.0) for one in logs}
         told = [one for one in members if logs[one.member_id] > usual + _NOTHING and not _cancels(one, len(members))]
         known = {one.member_id: _cosine(one) for one in told}
-        cosines = _beside({one: own / math.sqrt(shares[one]) for one, own in known.items() if own is not None})
+        cosines = {
+            one: own / math.sqrt(shares[one]) for one, own in known.items() if own is not None and abs(own) < _LINE
+        }
+        if len(cosines) < 3:
+            cosines = {}
         points = {}
         for one in members:
             share = min(max((weights.get(one.member_id, 0.0) or 1.0) / middle, 1 / MAX_WEIGHT), MAX_WEIGHT)
@@ -214,8 +234,9 @@ class Outliers:
             slack = max(-0.5 * math.log(share), 0.0)
             is_there = one.squares > 0 and own > (usual if reference is None else reference) + _NOTHING
             log = _bounded(own - reference - slack) if is_there and reference is not None else None
-            shown = _bounded(own - usual), _cosine(one) or 0.0
-            points[one.member_id] = _Point(log, cosines.get(one.member_id), shown)
+            shown = _bounded(max(own, _LEAST) - usual), _cosine(one) or 0.0
+            is_wild = log is not None and log > _WILD and own - slack > self._levels[section].peak + _WILD
+            points[one.member_id] = _Point(log, cosines.get(one.member_id), shown, len(members), own, is_wild)
         return points
 
     def _references(self, logs: Mapping[int, float], usual: float, section: int) -> dict[int, float]:
@@ -230,7 +251,7 @@ class Outliers:
         if len(logs) > 2:
             peak = self._levels[section].peak
             few = sum(log > _LEAST for log in logs.values()) < 3
-            return {} if few or usual < peak + _VANISHED else dict.fromkeys(logs, max(usual, peak - _LARGE + _EACH))
+            return {} if few or usual < peak + _VANISHED else dict.fromkeys(logs, usual)
         if level is None or level.rounds < FEWEST:
             return {}
         (one, log), (other, its_log) = logs.items()
@@ -246,30 +267,60 @@ class Outliers:
 
     def _by_cosine(self, member_id: int) -> Verdict | None:
         """Return the verdict about a member with gradients that point elsewhere."""
-        known = [one.cosines for one in self._points[member_id] if one.cosines is not None]
+        points = [one for one in self._points[member_id] if one.cosine is not None]
         for rounds in (FEWEST, _LONG):
-            if len(known) < rounds:
+            owns = [one.cosine for one in points[-rounds:] if one.cosine is not None]
+            others = sorted(mean for one in self._points if one != member_id and (mean := self._mean(one, rounds)))
+            if len(owns) < rounds or len(others) < 2:
                 return None
-            owns, theirs = zip(*known[-rounds:], strict=True)
-            own, others = fmean(owns), fmean(theirs)
-            bound = own + _SIGMAS * stdev(owns) / math.sqrt(rounds)
-            is_apart = others > _COMMON and bound < _APART * others
-            if is_apart or (bound < 0 and others > bound and others > _OPPOSED * own):
-                ratio, _ = self.figures_of(member_id) or (1.0, 0.0)
-                return Verdict(member_id, ratio, max(-1.0, own), rounds, others)
+            count = median(one.count for one in points[-rounds:])
+            ratio = fmean(one.shown[0] for one in points[-rounds:])
+            is_opposed = abs(ratio) < _ALIKE and _is_opposed(owns, others, count)
+            if is_opposed or (abs(ratio) < _EACH and _is_apart(owns, others)):
+                return Verdict(member_id, math.exp(ratio), max(-1.0, fmean(owns)), rounds, median(others))
         return None
+
+    def _mean(self, member_id: int, rounds: int) -> float | None:
+        """Return the mean cosine of a member over so many rounds; None if it has less than 32 of them."""
+        known = [one.cosine for one in self._points[member_id] if one.cosine is not None][-rounds:]
+        return fmean(known) if len(known) >= FEWEST else None
 
     def _by_norm(self, member_id: int) -> Verdict | None:
         """Return the verdict about a member of which the norm is off."""
-        known = [one.log for one in self._points[member_id] if one.log is not None][-FEWEST:]
+        points = [one for one in self._points[member_id] if one.log is not None][-FEWEST:]
+        known = [one.log for one in points if one.log is not None]
         if len(known) < FEWEST:
             return None
-        wild = [log for log in known if log > _WILD]
+        is_new = member_id not in self.named
+        is_judged = is_new and not self._began_large(member_id)
+        grown = median(one.norm for one in self._points[member_id]) + _EACH if is_judged else -math.inf
+        wild = [one.log for one in points if one.log is not None and one.is_wild and one.norm > grown]
         is_large = sum(log > _EACH for log in known) >= _OFTEN and fmean(known) > _LARGE
-        if not is_large and len(wild) < _WILD_ROUNDS:
+        if len(wild) < _WILD_ROUNDS and not (is_large and (not is_new or self._has_grown(member_id, points))):
             return None
         cosine = fmean(one.shown[1] for one in islice(reversed(self._points[member_id]), FEWEST))
         return Verdict(member_id, math.exp(fmean(known if is_large else wild)), cosine, FEWEST)
+
+    def _has_grown(self, member_id: int, recent: Sequence[_Point]) -> bool:
+        """Tell whether a norm that is large was so from the start, or has grown at once, and not only beside others.
+
+        Where it is large because the others have learned their samples, it has not.
+        """
+        if self._began_large(member_id):
+            return True
+        points = list(self._points[member_id])
+        before = points[:-FEWEST][-FEWEST - EVERY : -EVERY]
+        if len(before) < EVERY:
+            return False
+        ratios = [one.log for one in before if one.log is not None]
+        ratio = max(median(ratios), 0.0) if ratios else 0.0
+        grown = median(one.norm for one in recent) - median(one.norm for one in before)
+        return grown > _EACH and fmean(one.log or 0.0 for one in recent) > ratio + _EACH
+
+    def _began_large(self, member_id: int) -> bool:
+        points = self._points[member_id]
+        first = [one.log for one in islice(points, EVERY) if one.log is not None]
+        return len(points) < _LONG and bool(first) and median(first) > _EACH
 
     def _settle(self, off: Mapping[int, Verdict]) -> list[int]:
         """Keep verdicts, and return members that have been in line for long enough."""
@@ -296,10 +347,31 @@ def _cancels(one: OfMember, count: int) -> bool:
     return one.squares + 2 * others * one.inner + others**2 * one.others < _REST * one.squares
 
 
-def _beside(cosines: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Return each cosine with the median of the others; none if there are less than three."""
-    ordered = sorted(cosines.values())
-    return {one: (own, median_without(ordered, own)) for one, own in cosines.items()} if len(ordered) > 2 else {}
+def _is_opposed(owns: Sequence[float], others: Sequence[float], count: float) -> bool:
+    """Tell whether a member looks like one of the others with the wrong sign.
+
+    The others then agree, and their cosines are about as large as its own. The mean of which it is a part is smaller,
+    so that theirs are smaller in small groups, and next to 0 in one of three.
+    """
+    own = fmean(owns)
+    if own + _SIGMAS * stdev(owns) / math.sqrt(len(owns)) >= 0:
+        return False
+    least, most = (count - 3) / (count - 1), 0.0 if len(others) == 2 else 1.0
+    return others[len(others) // 4] > -own * (least - _MIRRORED) and median(others) < -own * (most + _MIRRORED)
+
+
+def _is_apart(owns: Sequence[float], others: Sequence[float]) -> bool:
+    """Tell whether a member has nothing in common with the others, which agree.
+
+    Its cosine is 0 then, but for chance. One that is small but not 0 is that of a worker with data of its own.
+    """
+    own, usual = fmean(owns), median(others)
+    if usual < _COMMON or others[len(others) // 4] < usual / 2:
+        return False
+    if own + _SIGMAS * stdev(owns) / math.sqrt(len(owns)) >= _APART * usual:
+        return False
+    steps = math.sqrt(fmean((later - earlier) ** 2 for earlier, later in pairwise(owns)) / 2)
+    return abs(own) < max(_CHANCE * steps / math.sqrt(len(owns)), _NEGLIGIBLE * usual)
 
 
 def _bounded(log: float) -> float:
