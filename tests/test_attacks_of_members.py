@@ -174,7 +174,7 @@ def says_nothing(attacker: Worker) -> None:
 
 def takes_the_first_bytes(attacker: Worker) -> None:
     """Take the first bytes, and no more."""
-    transfer, _ = attacker._session.next_instruction(0)
+    transfer, _ = attacker._session.next_instruction(None)
     attacker._session.state_part(transfer, 0, np.empty(HEAD.size, np.uint8)).wait()
 
 

@@ -682,7 +682,8 @@ def test_each_public_member_of_torchs_wrapper_is_here_or_in_the_table() -> None:
 
 
 def test_members_have_the_values_of_torchs_wrapper() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 3}
         theirs: Any = torch.nn.parallel.DistributedDataParallel(nn.BatchNorm1d(4), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -306,7 +307,7 @@ def test_what_is_handed_on_comes_in_order_so_that_each_holds_a_prefix() -> None:
         assert group.told(2) == []
         group.harness.receive(BACK, first, ONE)
 
-        told = {"without": (7,), "weights": both.weights}
+        told: dict[str, Any] = {"without": (7,), "weights": both.weights}
         results = [Result(bucket(3), one.slice, 3.5, True, **told, proof=one.proof) for one in (first, middle, last)]
         assert group.told(2) == [*results, Standing(2, 3), RoundDone(3, 1)]
 

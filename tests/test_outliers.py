@@ -136,6 +136,7 @@ def test_a_faulty_worker_is_named_and_no_other(workers: int, fault: str, begins:
         watched.take(rows)
     if fault == "stale":  # what it repeats points nowhere after a while
         for _ in range(160):
+            assert first is not None
             watched.take([first if place == 1 else row for place, row in enumerate(training.round())])
     assert {one.member_id for _, one in watched.named} == {1}
     assert watched.named[0][0] > FEWEST - 1

@@ -268,6 +268,9 @@ class Durable(Shards):
         self.segments: list[Bytes] = []
         self.resumption: Resumption
 
+    def make_anew(self, error: GradServerError) -> None:
+        raise AssertionError(f"no connection is made here: {error.message}")
+
     def region(self, nbytes: int) -> Bytes:
         self.segments.append(np.zeros(nbytes, np.uint8))
         self.places[self.segments[-1].ctypes.data] = Place(len(self.segments), 0)

@@ -137,7 +137,7 @@ class _Point(NamedTuple):
     cosine: float | None
     shown: tuple[float, float]
     """The same, for people: they are there in any case."""
-    count: int
+    givers: int
     """Contributions to the round."""
     norm: float
     """Logarithm of the norm."""
@@ -273,7 +273,7 @@ class Outliers:
             others = sorted(mean for one in self._points if one != member_id and (mean := self._mean(one, rounds)))
             if len(owns) < rounds or len(others) < 2:
                 return None
-            count = median(one.count for one in points[-rounds:])
+            count = median(one.givers for one in points[-rounds:])
             ratio = fmean(one.shown[0] for one in points[-rounds:])
             is_opposed = abs(ratio) < _ALIKE and _is_opposed(owns, others, count)
             if is_opposed or (abs(ratio) < _EACH and _is_apart(owns, others)):
