@@ -40,7 +40,7 @@ from tests.cluster import Daemon, Program, Task, coordinator, together, wait_unt
 from tests.commands import ROOT, check, lines_of, parse
 
 DOCS = ROOT / "docs"
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.rglob("*.md")])
 LANGUAGES = {"sh", "python", "pycon", "text", "toml"}
 
 
@@ -229,7 +229,8 @@ def test_every_law_names_its_tests() -> None:
 
 def test_numbers_are_those_of_the_code() -> None:
     demo, errors = ((DOCS / f"{name}.md").read_text() for name in ("demo", "errors"))
-    architecture = " ".join((DOCS / "architecture.md").read_text().split())  # lines may break anywhere
+    pages = [DOCS / "architecture.md", *(DOCS / "architecture").glob("*.md")]
+    architecture = " ".join(" ".join(page.read_text() for page in pages).split())  # lines may break anywhere
     timeout = inspect.signature(connect).parameters["timeout"].default
     assert f"| joining a group | `connect(timeout={timeout:g})`" in errors
     assert f"`gradserver serve --round-timeout`, {limits.ROUND_TIMEOUT / 60:g} minutes by default" in errors
