@@ -172,6 +172,8 @@ def _check_plain(value: Any, depth: int) -> None:
 def _check(value: Any, form: Any, where: str) -> None:
     """Raise MalformedMessageError unless ``value`` has this form."""
     match form:
+        case _Optional(inner):
+            _check(value, inner, where)
         case _Maybe(inner):
             if value is not None:
                 _check(value, inner, where)

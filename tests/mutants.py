@@ -243,8 +243,8 @@ MUTANTS: Final = (
             ),
             Change(
                 RESULTS,
-                "from collections.abc import Iterable, Sequence\n",
-                "from collections.abc import Iterable, Sequence\nfrom typing import Any\n",
+                "from collections.abc import Collection, Iterable, Sequence\n",
+                "from collections.abc import Collection, Iterable, Sequence\nfrom typing import Any\n",
             ),
         ),
     ),

@@ -116,7 +116,7 @@ def test_blocks_may_be_named() -> None:
 
 
 def test_blocks_must_be_of_the_module() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"block 0 \(Linear\) is no part"):
+    with pytest.raises(InvalidArgumentError, match=r"block 0 \(Linear\) is not a part"):
         keys(Transformer(), blocks=[nn.Linear(2, 2)])
 
 

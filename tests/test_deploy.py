@@ -123,7 +123,7 @@ def test_scripts_are_executable_and_free_of_syntax_errors(name: str) -> None:
 def test_scripts_start_the_coordinator_by_options_that_exist(name: str) -> None:
     text = (DEPLOY / name).read_text()
     (command,) = re.findall(r"gradserver serve [^&;}\n]*", text)
-    values = {"$port": "7411", "$workers": "4"}
+    values = {"$first": "127.0.0.1", "$port": "7411", "$workers": "4"}
     words = [re.sub(r"\$\w+", lambda found: values[found[0]], word) for word in shlex.split(command)]
     assert bound(*words[1:]).startswith("tcp://")
 
