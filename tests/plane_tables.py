@@ -1,4 +1,4 @@
-"""The table of obstacles in ``docs/planes.md``: ``python -m tests.plane_tables`` writes it anew."""
+"""The table of obstacles in ``docs/reference/planes.md``: ``python -m tests.plane_tables`` writes it anew."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from gradserver.engine.control.planes import OBSTACLES
 from tests.commands import ROOT
 
-PAGE: Final = ROOT / "docs" / "planes.md"
+PAGE: Final = ROOT / "docs" / "reference" / "planes.md"
 _BEGIN: Final = "<!-- The table is generated from gradserver/engine/control/planes.py. -->"
 _END: Final = "<!-- The end of the generated table. -->"
 

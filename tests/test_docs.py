@@ -40,7 +40,7 @@ from tests.cluster import Daemon, Program, Task, coordinator, together, wait_unt
 from tests.commands import ROOT, check, lines_of, parse
 
 DOCS = ROOT / "docs"
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", *DOCS.rglob("*.md")])
 LANGUAGES = {"sh", "python", "pycon", "text", "toml"}
 
 
@@ -136,11 +136,11 @@ def test_commands_are_as_they_are_shown(block: Block) -> None:
         check(line)
 
 
-def test_there_are_seven_scripts_and_the_readme_has_the_beginning_of_one() -> None:
+def test_there_are_eight_scripts_and_the_readme_has_the_beginning_of_one() -> None:
     shown = scripts()
     del shown["docs/before-and-after.md"]  # two whole ones
     begun = shown.pop("README.md")
-    pages = "audit", "gradients", "jobs-and-data", "modes", "one-process", "robust-means", "training"
+    pages = "audit", "gradients", "jobs-and-data", "modes", "one-process", "reference/modes", "robust-means", "training"
     assert set(shown) == {f"docs/{page}.md" for page in pages}
     assert shown["docs/training.md"].startswith(begun)
 
@@ -169,7 +169,9 @@ def test_scripts_train(name: str, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("name", ["docs/audit.md", "docs/modes.md", "docs/robust-means.md", "docs/gradients.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/audit.md", "docs/modes.md", "docs/reference/modes.md", "docs/robust-means.md", "docs/gradients.md"]
+)
 def test_scripts_of_local_clusters_train(name: str) -> None:
     """Run the blocks of the page, each with a cluster of its own."""
     exec(compile(scripts()[name], name, "exec"), {})
@@ -229,7 +231,8 @@ def test_every_law_names_its_tests() -> None:
 
 def test_numbers_are_those_of_the_code() -> None:
     demo, errors = ((DOCS / f"{name}.md").read_text() for name in ("demo", "errors"))
-    architecture = " ".join((DOCS / "architecture.md").read_text().split())  # lines may break anywhere
+    pages = [DOCS / "architecture.md", *(DOCS / "architecture").glob("*.md")]
+    architecture = " ".join(" ".join(page.read_text() for page in pages).split())  # lines may break anywhere
     timeout = inspect.signature(connect).parameters["timeout"].default
     assert f"| joining a group | `connect(timeout={timeout:g})`" in errors
     assert f"`gradserver serve --round-timeout`, {limits.ROUND_TIMEOUT / 60:g} minutes by default" in errors

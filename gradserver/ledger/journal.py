@@ -84,7 +84,7 @@ class Fault(NamedTuple):
 
 
 def number_of(path: Path, data: bytes) -> int:
-    """Return the number that a file begins with; StateError if it is no ledger file."""
+    """Return the number that a file begins with; StateError if it is not a ledger file."""
     check_format(path, data)
     if data[: len(MAGIC)] != MAGIC or len(data) < HEADER_BYTES:
         raise StateError(f"{path} is not a ledger file: it does not begin as one")
