@@ -110,7 +110,8 @@ columns = st.sampled_from([(), (1.0,), (1.0, 1.0, 1.0), (MAX_WEIGHT,) * 3, (1.0,
 keys = st.builds(ExchangeKey, st.integers(0, 2), counters, counters | st.integers(0, 2), ranks, ranks)
 ends = st.just(4) | st.integers(4, 2**32 - 1)
 sizes = st.sampled_from([0, 16, 2**20])
-spans = st.lists(st.builds(Span, st.sampled_from(State), keys, st.integers(0, 3), ends, st.just(()), sizes), max_size=3)
+said_spans = st.builds(Span, st.sampled_from(State), keys, st.integers(0, 3), ends, st.just(()), sizes, made=numbers)
+spans = st.lists(said_spans, max_size=3)
 texts = st.sampled_from(["", "w1", "data", "x" * 128])
 ranges = st.sampled_from([(), ((0, 1),), ((0, 10),), ((3, 2**48),)]).map(pack)
 Said = Callable[["Lied"], tuple[Message, list[bytes]]]

@@ -133,10 +133,12 @@ SWAPPED: list[tuple[Change, str]] = [
     (lambda model: model.module.double(), r"'body.weight' is torch.float64 on cpu, but .* torch.float32"),
     (lambda model: model.bfloat16(), r"'body.weight' is torch.bfloat16"),
 ]
-SAME: list[Change] = [
+WITH_BUFFERS: list[Change] = [
     lambda model: parametrizations.spectral_norm(model.module.body),
     lambda model: parametrizations.orthogonal(model.module.body),
     prune_body,
+]
+SAME: list[Change] = [
     compile_module,
     lambda model: model.module.to(torch.float32),
     lambda model: model.load_state_dict(copied(model.module)),
@@ -184,6 +186,18 @@ def test_local_sgd_refuses_it_too(change: Change, text: str) -> None:
             model(torch.ones(2, 3))
         with pytest.raises(UsageError, match=text):
             model.step()
+
+    on(2, work)
+
+
+@pytest.mark.parametrize("change", WITH_BUFFERS)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda module, worker: LocalSGD(module, worker, every=1)])
+def test_a_change_that_brings_buffers_is_refused_by_their_names(change: Change, wrap: Callable[..., Any]) -> None:
+    def work(worker: Worker) -> None:
+        model = wrap(Network(), worker)
+        change(model)
+        with pytest.raises(UsageError, match=r"buffer 'body\.[\w.]+' has come since the module was wrapped"):
+            model(torch.ones(2, 3))
 
     on(2, work)
 

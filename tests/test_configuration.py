@@ -68,7 +68,7 @@ def test_each_group_has_its_own_policies(file: Path, monkeypatch: pytest.MonkeyP
     rate = 8.5 * MIB
     skip = OnNonFinite.SKIP
     assert policies == {
-        "default": Policy(2, 8, lateness=Lateness(percent=75.0), state_rate=rate, nonfinite=skip),
+        "default": Policy(2, 8, lateness=Lateness(percent=75.0, staleness=12), state_rate=rate, nonfinite=skip),
         "critics": Policy(4, 4, mean=mean_of("trimmed:0.25"), state_rate=rate, round_timeout=60.0),
         "*": Policy(1, 1, state_rate=rate),
     }

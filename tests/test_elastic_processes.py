@@ -116,8 +116,11 @@ def test_options_that_do_not_go_together(
     ("arguments", "policy"),
     [
         ("2:4 --quorum 75% --late drop", Policy(2, 4, lateness=Lateness(percent=75.0, keeps=False))),
-        ("4 --quorum 3 --grace 2", Policy(4, 4, lateness=Lateness(quorum=3, grace=2.0))),
-        ("4 --backup 1 --backlog 8", Policy(4, 4, backlog=8 << 20, lateness=Lateness(backup=1, grace=0.0))),
+        ("4 --quorum 3 --grace 2", Policy(4, 4, lateness=Lateness(quorum=3, grace=2.0, staleness=12))),
+        (
+            "4 --backup 1 --backlog 8",
+            Policy(4, 4, backlog=8 << 20, lateness=Lateness(backup=1, grace=0.0, staleness=12)),
+        ),
     ],
 )
 def test_what_is_said_of_late_workers_is_the_groups_policy(

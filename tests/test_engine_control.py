@@ -753,7 +753,8 @@ def test_the_snapshot_is_json_and_shows_what_people_want_to_know() -> None:
     assert seen["groups"]["forming"]["waiting"] == [{"name": "early", "rank": 1, "waits": 3.25}]
     group = seen["groups"]["default"]
     assert (group["state"], group["round"], group["epoch"], group["world_size"]) == ("active", 1, 1, 2)
-    assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1}]
+    late = {"held_up": {"rounds": 1, "seconds": 1.5, "cause": "began late"}}
+    assert group["members"] == [{"rank": 0, "name": "w0", "seat": 0}, {"rank": 1, "name": "w1", "seat": 1} | late]
     times = {"opened": 1.5, "completed": 3.0}
     assert group["last_round"] == {"round": 0, "weights": [1, 1], **times, "last": 1, "cut": []}
     assert group["bytes_in"] == 2 * 12 + 4

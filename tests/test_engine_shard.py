@@ -641,7 +641,7 @@ def test_a_refusal_names_the_report_and_the_field(fields: list[Any], text: str) 
 
 
 def test_reports_have_a_limit() -> None:
-    with pytest.raises(MalformedMessageError, match="the limit is 262144"):
+    with pytest.raises(MalformedMessageError, match="the limit is 2097152"):
         decode_report(bytes(MAX_REPORT_BYTES + 1), 0.0)
 
 

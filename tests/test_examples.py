@@ -29,7 +29,9 @@ def test_every_example_is_tested_here_short_and_says_how_to_run_it() -> None:
         text = example.read_text()
         assert tests.count(f'"{example.name}"') == 1, example.name
         assert len(text.splitlines()) < MOST_LINES, example.name
-        assert re.search(rf"^    (python|pytest) examples/{example.name}$", text, re.MULTILINE), example.name
+        assert re.search(rf"^    (python|pytest|torchrun .*) examples/{example.name}$", text, re.MULTILINE), (
+            example.name
+        )
 
 
 def test_local_cluster() -> None:

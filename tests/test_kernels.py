@@ -449,7 +449,7 @@ def test_nothing_listens_with_a_choice_that_cannot_be(option: str) -> None:
     value = "1" if option == "--workers" else "tcp://127.0.0.1:7411"
     program = f"import sys; from gradserver.cli import main; sys.exit(main({['serve', option, value]}))"
     done = in_process(program, GRADSERVER_KERNELS="fast")
-    assert (done.stdout, done.returncode) == ("", 1)
+    assert (done.stdout, done.returncode) == ("", 2)
     assert "GRADSERVER_KERNELS must be auto, numpy or compiled, not 'fast'" in done.stderr
 
 

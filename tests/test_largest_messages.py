@@ -93,6 +93,7 @@ from gradserver.protocol.messages import (
 )
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.messages.recovery import Fetch, Held, Holding, Resume, Resumed, Standing
+from gradserver.protocol.messages.waiting import MAX_WAIT, MAX_WAITS, Blocked, Recheck
 from gradserver.protocol.offers import Device, Offer, pack_offers
 from gradserver.protocol.planes import IN_PROCESS
 from gradserver.protocol.slicing import MAX_GRAIN
@@ -228,6 +229,17 @@ def largest(world: int, name: str) -> list[tuple[Any, int]]:
         (RequestRound(MAX_CLAIMED, MAX_CLAIMED, True, True), -1),
         (Granted(MAX_COUNTER, True, MAX_COUNTER), -1),
         (StateFailed(MAX_COUNTER, TEXT), -1),
+        (
+            Blocked(
+                MAX_COUNTER,
+                MAX_COUNTER,
+                (5,) * MAX_WAITS,
+                (TEXT[:MAX_WAIT],) * MAX_WAITS,
+                (TEXT[:MAX_WAIT],) * MAX_WAITS,
+            ),
+            -1,
+        ),
+        (Recheck(MAX_COUNTER), -1),
         (BePresent(TOKEN, MAX_TIMEOUT), -1),
         (Present(TOKEN), -1),
     ]

@@ -174,6 +174,7 @@ def test_what_is_lost_or_halts_is_in_the_ledger_with_its_reason(tmp_path: Path) 
         "Start",
         "Group",
         "Durable",
+        "Commits",
         "Chosen",
         "Plan",
         "Halt",
@@ -292,7 +293,7 @@ def test_programs_get_every_record_as_a_line(trained: Path, capsys: pytest.Captu
     lines = [json.loads(line) for line in out]
     assert status == 0
     kinds = [line["kind"] for line in lines]
-    assert kinds[:6] == ["start", "group", "durable", "epoch", "chosen", "plan"]
+    assert kinds[:7] == ["start", "group", "durable", "commits", "epoch", "chosen", "plan"]
     assert kinds[-1] == "closed"
     rounds = [line for line in lines if line["kind"] == "round"]
     first, record = rounds[0], rounds_of(trained)[0]

@@ -200,7 +200,10 @@ def test_a_synchronous_group_grants_no_rounds() -> None:
     [
         ({"mode": "bounded"}, "needs staleness"),
         ({"mode": "later"}, "expected one of 'sync', 'bounded', 'async'"),
-        ({"staleness": 1}, "staleness is for mode 'bounded' or 'async', or for what late workers keep .* and the mode is 'sync'"),
+        (
+            {"staleness": 1},
+            "staleness is for mode 'bounded' or 'async', or for what late workers keep .* and the mode is 'sync'",
+        ),
         ({"damping": "inverse"}, "damping is for mode 'bounded' or 'async', .*, or leave damping out"),
         ({"staleness": 1, "damping": "inverse"}, "staleness and damping are for mode"),
         ({"mode": "async", "late": "drop"}, "late needs mode 'sync'"),

@@ -284,7 +284,7 @@ def test_direct_is_refused_where_rounds_leave_stragglers_behind() -> None:
         connect(daemon.url, plane="direct")
     command = [sys.executable, "-m", "gradserver", "serve", "--workers", "2", "--quorum", "1", "--plane", "direct"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert ran.stderr == (
         "gradserver: group 'default': --plane direct is not possible with --quorum 1: workers that reduce among "
         "themselves wait for all. Leave out --plane, or --quorum\n"
@@ -299,7 +299,7 @@ def test_planes_among_workers_are_refused_in_modes_that_wait_for_none(mode: str,
         [*command, *(["--staleness", "2"] if mode == "bounded" else [])],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert ran.stderr == (
         f"gradserver: group 'default': --plane {plane} is not possible with --mode {mode}: workers that reduce among "
         f"themselves wait for all. Leave out --plane, or use --mode sync\n"

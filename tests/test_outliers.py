@@ -97,13 +97,12 @@ def told_within(rounds: int) -> int:
     return rounds + EVERY
 
 
-FAULTS: dict[str, Callable[[np.random.Generator, Array, Array], Array]] = {
-    "sign": lambda _, row, __: -row,
-    "ten times": lambda _, row, __: 10 * row,
-    "minus ten times": lambda _, row, __: -10 * row,
-    "garbage": lambda random, row, _: random.normal(size=row.size) * np.linalg.norm(row) / math.sqrt(row.size),
-    "large garbage": lambda random, row, _: 1e6 * random.normal(size=row.size),
-    "stale": lambda _, __, first: first,
+FAULTS: dict[str, Callable[[np.random.Generator, Array], Array]] = {
+    "sign": lambda _, row: -row,
+    "ten times": lambda _, row: 10 * row,
+    "minus ten times": lambda _, row: -10 * row,
+    "garbage": lambda random, row: random.normal(size=row.size) * np.linalg.norm(row) / math.sqrt(row.size),
+    "large garbage": lambda random, row: 1e6 * random.normal(size=row.size),
 }
 
 
@@ -127,21 +126,16 @@ class Descent:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("begins", [0, 75])
 def test_a_faulty_worker_is_named_and_no_other(workers: int, fault: str, begins: int) -> None:
-    training, watched, first = Descent(workers, workers, 4000, 1.5), Watched(), None
-    for number in range(begins + told_within(2 * FEWEST if fault == "stale" else FEWEST)):
+    training, watched = Descent(workers, workers, 4000, 1.5), Watched()
+    for number in range(begins + told_within(FEWEST)):
         rows = training.round()
         if number >= begins:
-            first = rows[1] if first is None else first
-            rows[1] = FAULTS[fault](training.random, rows[1], first)
+            rows[1] = FAULTS[fault](training.random, rows[1])
         watched.take(rows)
-    if fault == "stale":  # what it repeats points nowhere after a while
-        for _ in range(160):
-            assert first is not None
-            watched.take([first if place == 1 else row for place, row in enumerate(training.round())])
     assert {one.member_id for _, one in watched.named} == {1}
     assert watched.named[0][0] > FEWEST - 1
     text = str(watched.named[0][1])
-    assert fault == "stale" or ("times the median" in text) == ("times" in fault or "large" in fault)
+    assert ("times the median" in text) == ("times" in fault or "large" in fault)
     assert "1 times" not in text
 
 

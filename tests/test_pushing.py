@@ -400,10 +400,12 @@ def test_plan_that_cannot_be_exchanged_is_refused_where_it_is_made() -> None:
 
 def test_plan_too_large_to_send_is_refused_and_another_can_follow(gather: Gather) -> None:
     workers = gather(2)
+    names = random.Random(0)
+    too_large = simple_plan([(f"{index}{names.randbytes(1990).hex()}", 1) for index in range(2600)], FLOAT32)
 
     for worker in workers:
         with pytest.raises(LimitExceededError, match="the plan encodes to"):
-            worker.agree(simple_plan([(f"{index:04000}", 1) for index in range(1100)], FLOAT32))
+            worker.agree(too_large)
     agree(workers, plan_of(2))
 
 

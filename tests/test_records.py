@@ -235,7 +235,16 @@ def test_what_has_ended_is_not_restated() -> None:
         books.apply(Dated(float(number), record))
     found = [record for _, record in books.records()]
     assert {record.of_group for record in found} == {"", "h"}
-    assert [type(record).__name__ for record in found] == ["Start", "Group", "Epoch", "Plan", "Round", "Halt", "Data"]
+    assert [type(record).__name__ for record in found] == [
+        "Start",
+        "Group",
+        "Epoch",
+        "Epoch",
+        "Plan",
+        "Round",
+        "Halt",
+        "Data",
+    ]
     assert [clock for clock, _ in books.records()] == [0, 12, 21, 16, 19, 20, 18]
     assert found[-1] == Data("h", "data", ORDER, "'a'", 0, True, ((30, 50_000),), ()), "'b' has departed"
     books.apply(Dated(22.0, START))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -252,7 +253,8 @@ def test_plan_cannot_be_proposed_while_another_one_is(session: Session) -> None:
 
 
 def test_plan_that_cannot_be_sent_leaves_the_way_free_for_another(session: Session, tape: Tape) -> None:
-    too_large = simple_plan([(f"{index:04000}", 1) for index in range(1100)], UINT8, Op.SUM)
+    names = random.Random(0)
+    too_large = simple_plan([(f"{index}{names.randbytes(1990).hex()}", 1) for index in range(2600)], UINT8, Op.SUM)
     with pytest.raises(LimitExceededError, match="the plan encodes to"):
         session.agree(too_large, None)
 

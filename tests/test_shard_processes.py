@@ -293,7 +293,7 @@ def test_a_shard_whose_coordinator_is_killed_says_so() -> None:
     with shards("") as (coordinator, (shard,)):
         coordinator.send_signal(signal.SIGKILL)
 
-        assert shard.end() == 1
+        assert shard.end() == 2
         assert shard.complaints()[-1] == (
             f"gradserver: lost the coordinator at {coordinator.url}: its process or the network to it failed"
         )
@@ -506,7 +506,7 @@ def test_a_url_that_is_taken_is_refused(pair: tuple[Daemon, Shard]) -> None:
 def complaint(*arguments: str) -> str:
     """Return the output of a command that fails."""
     with Program("-m", "gradserver", "serve", *arguments) as program:
-        assert program.end() == 1
+        assert program.end() == 2
         return program.complaints()[-1]
 
 

@@ -31,7 +31,7 @@ from typing import Final, Protocol
 from gradserver.protocol.errors import DeadlineError, GradServerError
 from gradserver.protocol.exchange import COLLECTIVE, ExchangeKey
 from gradserver.protocol.messages import Message
-from gradserver.protocol.messages.waiting import MAX_WAITS, Blocked, Cause
+from gradserver.protocol.messages.waiting import MAX_WAIT, MAX_WAITS, Blocked, Cause
 from gradserver.worker.member.waiter import NotFinite
 
 FIRST_SECONDS: Final = 1.0
@@ -248,8 +248,9 @@ class _Inquiry:
             is_last = self._open == 0
         if is_last:
             causes = tuple(int(wait.cause) for wait in self._waits)
-            whats = tuple(wait.describe() for wait in self._waits)
-            self._stalls.tell(Blocked(self._serial, self._check, causes, whats, tuple(self._missing)))
+            whats = tuple(wait.describe()[:MAX_WAIT] for wait in self._waits)
+            missing = tuple(names[:MAX_WAIT] for names in self._missing)
+            self._stalls.tell(Blocked(self._serial, self._check, causes, whats, missing))
 
 
 class Answer:

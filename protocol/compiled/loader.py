@@ -118,7 +118,11 @@ class _Loader:
         except Exception as error:
             self.standing = Standing(NUMPY, f"kernels cannot be compiled: {str(error).rstrip('. ')}", True)
             reason = self.standing.reason
-            log.warning("%s. Without them numpy encodes, decodes and averages, which takes several times as long: %s", reason, remedy(reason))
+            log.warning(
+                "%s. Without them numpy encodes, decodes and averages, which takes several times as long: %s",
+                reason,
+                remedy(reason),
+            )
         finally:
             sys.setswitchinterval(interval)
             self._is_loading = False

@@ -12,6 +12,10 @@ MAX_WAITS = 8
 """Waits of one worker that are told: a worker with more threads that wait says nothing."""
 
 
+MAX_WAIT = 1000
+"""Characters that say what a thread waits for, or which members that lacks."""
+
+
 class Cause(IntEnum):
     """The thing that a thread waits for."""
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from gradserver.protocol.cadence import CadenceOptions
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
-from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.plan import Plan
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.data.balanced import BalancedSampler
@@ -133,7 +132,6 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
     of_the_connection = ("worker", "_rounds", "_backward")
     _rounds: Rounds
 
-    @names_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -203,8 +203,9 @@ class Console:
         self._err.put(b"[%s] %s\n" % (host.encode(), line))
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
-        self._err.put(f"{self.emphasized('gradserver run:')} {one_line(text)}\n".encode(errors="backslashreplace"))
+        """Write a message of the launcher's own, which may have several lines."""
+        lines = "\n".join(map(one_line, text.split("\n")))
+        self._err.put(f"{self.emphasized('gradserver run:')} {lines}\n".encode(errors="backslashreplace"))
 
     def block(self, text: str) -> None:
         """Write lines as they are."""
