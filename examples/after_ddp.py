@@ -1,9 +1,9 @@
 """The training script of `before_ddp.py` for gradserver. Killed at any moment and started again, it goes on.
 
-gradserver serve --workers 2                    # in one terminal: on tcp://127.0.0.1:7411
+    gradserver serve --workers 2                    # in one terminal: on tcp://127.0.0.1:7411
 
-export GRADSERVER_URL=tcp://127.0.0.1:7411      # in two others
-python examples/after_ddp.py
+    export GRADSERVER_URL=tcp://127.0.0.1:7411      # in two others
+    python examples/after_ddp.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """A training script for torch's DistributedDataParallel, as many are. `after_ddp.py` is the same for gradserver.
 
-torchrun --nproc-per-node 2 examples/before_ddp.py
+    torchrun --nproc-per-node 2 examples/before_ddp.py
 """
 
 import os

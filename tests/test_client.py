@@ -247,14 +247,6 @@ def test_transfers_do_not_disturb_collectives(four: list[Worker]) -> None:
     assert together(four, work) == [1.5] * 4
 
 
-@pytest.fixture
-def _unreceived(channel: str, request: pytest.FixtureRequest) -> None:
-    if channel == "tcp":
-        why = "transfers that travel are sent in order: one larger than the credit stops those behind it"
-        request.applymarker(pytest.mark.xfail(raises=DeadlineError, reason=why, strict=True))
-
-
-@pytest.mark.usefixtures("_unreceived")
 def test_large_transfer_without_a_receiver_yet_holds_back_no_other(gather: Gather) -> None:
     zero, one, two = gather(3, credit=MIN_CREDIT_BYTES, timeout=0.5)
     large = np.arange(SLICE_BYTES, dtype=np.float32)  # four slices, twice the credit
@@ -268,7 +260,6 @@ def test_large_transfer_without_a_receiver_yet_holds_back_no_other(gather: Gathe
     first.wait()
 
 
-@pytest.mark.usefixtures("_unreceived")
 def test_large_tensor_without_a_sender_yet_holds_back_no_other(gather: Gather) -> None:
     zero, one, two = gather(3, credit=MIN_CREDIT_BYTES, timeout=0.5)
     large = np.arange(SLICE_BYTES, dtype=np.float32)

@@ -440,9 +440,9 @@ def test_in_rounds_that_the_coordinator_has_begun_itself_it_knows_all_seats() ->
     group.resume(0, 2)
     group.told(0)
 
-    group.hold(0, 2, held(2, 0, (1.0, 1.0, 1.0)))
+    group.hold(0, 2, held(2, 0, (1.0, 1.0, 1.0, 1.0)))  # a record names three, of which one is gone
 
-    assert "weights of 3 member ids" in group.refusal(0).message
+    assert "weights of 4 member ids" in group.refusal(0).message
 
 
 @pytest.mark.parametrize("policy", [OnNonFinite.LEAVE_OUT, OnNonFinite.SKIP])

@@ -404,7 +404,7 @@ def test_plan_too_large_to_send_is_refused_and_another_can_follow(gather: Gather
     too_large = simple_plan([(f"{index}{names.randbytes(1990).hex()}", 1) for index in range(2600)], FLOAT32)
 
     for worker in workers:
-        with pytest.raises(LimitExceededError, match="the plan encodes to"):
+        with pytest.raises(LimitExceededError, match="the plan can be packed to"):
             worker.agree(too_large)
     agree(workers, plan_of(2))
 

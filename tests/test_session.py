@@ -255,7 +255,7 @@ def test_plan_cannot_be_proposed_while_another_one_is(session: Session) -> None:
 def test_plan_that_cannot_be_sent_leaves_the_way_free_for_another(session: Session, tape: Tape) -> None:
     names = random.Random(0)
     too_large = simple_plan([(f"{index}{names.randbytes(1990).hex()}", 1) for index in range(2600)], UINT8, Op.SUM)
-    with pytest.raises(LimitExceededError, match="the plan encodes to"):
+    with pytest.raises(LimitExceededError, match="the plan can be packed to"):
         session.agree(too_large, None)
 
     agree(session, tape, plan_of(1))

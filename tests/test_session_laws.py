@@ -267,7 +267,7 @@ def test_a_worker_that_is_about_to_join_does_so_again(
         let_in(session, *arguments)
 
     monkeypatch.setattr(rejoining, "let_in", noted)
-    for step in range(2, 50, 6):
+    for step in range(2, 50, 4):
         program, policy = [Act(section=number % 2) for number in range(8)], Policy(3, 8)
         group = Group(3, [[8], [20]], program, step, rates, policy=policy)
         losses = {
