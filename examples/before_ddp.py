@@ -1,6 +1,8 @@
 """A training script for torch's DistributedDataParallel, as many are. `after_ddp.py` is the same for gradserver.
 
     torchrun --nproc-per-node 2 examples/before_ddp.py
+
+Rank 0 prints the loss after each epoch.
 """
 
 import os
@@ -15,7 +17,6 @@ EPOCHS, BATCH, CHECKPOINT = 4, 32, os.environ.get("CHECKPOINT", "before.pt")
 
 
 def texts(count, seed):
-    """Return sequences in which each symbol follows from the two before it."""
     symbols = torch.randint(16, (count, 24), generator=torch.Generator().manual_seed(seed))
     for place in range(2, 24):
         symbols[:, place] = (3 * symbols[:, place - 1] + symbols[:, place - 2]) % 16
@@ -31,8 +32,7 @@ class Model(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(23))
 
     def forward(self, symbols):
-        hidden = self.symbols(symbols) + self.places.weight
-        return self.head(self.block(hidden, src_mask=self.mask, is_causal=True))
+        return self.head(self.block(self.symbols(symbols) + self.places.weight, src_mask=self.mask, is_causal=True))
 
 
 def loss_of(model, symbols):
