@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 LOWEST := .venv-lowest
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
-PIP := $(BIN)/python -m pip --progress-bar on --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The tests start hundreds of processes. Where this is set, each would compile everything anew.
 export PYTHONDONTWRITEBYTECODE :=
