@@ -760,5 +760,5 @@ def test_the_snapshot_is_json_and_shows_what_people_want_to_know() -> None:
     assert group["bytes_in"] == 2 * 12 + 4
     assert group["bytes_out"] == 2 * 12
     assert group["slices"] == 2
-    assert group["open"] == [{"what": "bucket 'b1' of round 1", "age": 0.25, "missing": ["'w1' (rank 1)"]}]
+    assert group["open"] == [{"what": "bucket 'b1' of round 1", "round": 1, "age": 0.25, "missing": ["'w1' (rank 1)"]}]
     assert group["outstanding"][0] > 0 == group["outstanding"][1]
