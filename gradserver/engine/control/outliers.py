@@ -350,8 +350,8 @@ def _cancels(one: OfMember, count: int) -> bool:
 def _is_opposed(owns: Sequence[float], others: Sequence[float], count: float) -> bool:
     """Tell whether a member looks like one of the others with the wrong sign.
 
-    The others then agree, and their cosines are about as large as its own. Its part makes the mean smaller. So theirs are
-    smaller in small groups, and next to 0 in a group of three.
+    The others then agree, and their cosines are about as large as its own. Its part makes the mean smaller. So their
+    cosines are smaller in small groups, and next to 0 in a group of three.
     """
     own = fmean(owns)
     if own + _SIGMAS * stdev(owns) / math.sqrt(len(owns)) >= 0:
