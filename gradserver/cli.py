@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ledger", help=text, description=_ledger.__doc__, fill=_add_ledger)
     text = "show what is in a checkpoint of a job, or write its models for torch or safetensors"
     commands.add_parser("checkpoint", help=text, fill=_add_checkpoint)
+    text = "compile the kernels that encode, decode and average, before the first start does"
+    commands.add_parser("kernels", help=text, fill=_add_kernels)
     commands.add_parser("demo", help="train a small GPT across processes of this machine", fill=_add_demo)
     text = "measure gradserver on this machine, beside gloo and the limits of the hardware"
     commands.add_parser("bench", help=text, fill=_add_bench)
@@ -147,6 +149,21 @@ def _export_checkpoint(arguments: argparse.Namespace) -> int:
 
     export(arguments.path, arguments.target, arguments.model)
     print(f"wrote {arguments.target}")
+    return 0
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    compiling = actions.add_parser("compile", help="compile all of them, unless they are compiled already")
+    text = "compile for all users of this installation, beside the package (default: for this user, in ~/.cache)"
+    compiling.add_argument("--system", action="store_true", help=text)
+    compiling.set_defaults(run=_compile_kernels)
+
+
+def _compile_kernels(arguments: argparse.Namespace) -> int:
+    from gradserver.protocol.compiled import loader
+
+    print(loader.compile_ahead(arguments.system))
     return 0
 
 

@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import gc
 import logging
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from gradserver.arguments import ANY
 from gradserver.configuration import DEFAULT, Setting, Settings, add_flags, settings_of
 from gradserver.json_text import json_text
 from gradserver.options import DEFAULT_BIND, Of, each
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_WORLD_SIZE, MIB, OTHERS
 from gradserver.protocol.planes import AMONG_MEMBERS
@@ -49,9 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     gc.disable()  # until it serves: a start makes objects that stay, and garbage collection takes a tenth of its time
     try:
-        return _process(settings)()
+        status = _process(settings)()
     finally:
         gc.enable()
+    if loader.is_busy():  # with libraries that nothing can interrupt, for seconds on a busy machine
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
+from gradserver.cli import main
 from gradserver.comparison import Products
 from gradserver.engine.commands import Contribution, Digests, Measures, Memory, Reduce
 from gradserver.engine.events import NonFinite, Sifted
@@ -27,7 +29,7 @@ from gradserver.protocol import kernels
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.codecs import Codec, Scratch, codec_of, encode_with_feedback, seed_of
 from gradserver.protocol.codecs.base import BLOCK
-from gradserver.protocol.compiled import loader
+from gradserver.protocol.compiled import cache, loader
 from gradserver.protocol.compiled.verification import differences
 from gradserver.protocol.digest import digest
 from gradserver.protocol.dtypes import FLOAT32, dtype_of
@@ -517,15 +519,15 @@ def test_machine_code_lies_where_this_user_alone_can_write(tmp_path: Path, monke
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert directory.parent == home / "gradserver"
         assert directory.stat().st_mode & 0o777 == 0o700
     directory.chmod(0o777)  # others could put machine code there
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert directory.parent == temporary / f"gradserver-{os.geteuid()}"
     assert directory.is_dir()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)  # neither is this user's
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert directory.parent == temporary
         assert directory.stat().st_mode & 0o077 == 0
     assert not directory.exists()
@@ -542,14 +544,14 @@ def test_no_machine_code_comes_from_where_others_can_put_it(
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    link = {"folder": home / "gradserver", "key": home / "gradserver" / f"kernels-{loader._key()}"}.get(place)
+    link = {"folder": home / "gradserver", "key": home / "gradserver" / cache._name()}.get(place)
     if link is not None:  # a link that leads to a directory of this user now
         link.parent.mkdir(mode=0o700, exist_ok=True)
         link.symlink_to(tmp_path / "own")
     else:
         (home if place == "home" else tmp_path).chmod(0o777)
     temporary.chmod(0o700)
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert home not in directory.parents
         assert directory.resolve() == directory
         inside = temporary / f"gradserver-{os.geteuid()}"
@@ -564,7 +566,7 @@ def test_a_sticky_directory_keeps_entries(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "all").mkdir()
     (tmp_path / "all").chmod(0o1777)
     (tmp_path / "linked").symlink_to(tmp_path / "all")
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert directory.parent == tmp_path / "all" / "gradserver"
 
 
@@ -573,8 +575,110 @@ def test_a_home_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with loader._directory() as directory:
+    with cache.directory() as directory:
         assert directory.parent == tmp_path / f"gradserver-{os.geteuid()}"
+
+
+def full(directory: Path) -> Path:
+    """Make ``directory`` look as one with all kernels."""
+    directory.mkdir(parents=True)
+    (directory / "loops.nbc").write_bytes(b"machine code")
+    (directory / "ready").touch()
+    return directory
+
+
+def package_with_kernels(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a package with kernels beside it. Compiling anew is a failure, so that copies are told from it."""
+    monkeypatch.setattr(cache, "_PACKAGE", path)
+    found = full(cache.installed())
+
+    def compiled(*_: Any) -> None:
+        raise BackendUnavailableError("they are compiled anew")
+
+    monkeypatch.setattr(cache, "_compile", compiled)
+    return found
+
+
+def test_kernels_beside_the_package_are_copied_for_each_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package_with_kernels(tmp_path / "package", monkeypatch)
+    target = tmp_path / "own"
+    target.mkdir()
+    cache.fill(target)
+    assert cache.is_full(target)
+    assert (target / "loops.nbc").read_bytes() == b"machine code"
+
+
+@pytest.mark.parametrize("fault", ["writable", "folder", "link", "owner", "unready", "unreadable"])
+def test_kernels_that_are_not_as_safe_as_the_package_are_not_copied(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = package_with_kernels(tmp_path / "package", monkeypatch)
+    if fault == "writable":
+        source.chmod(0o777)
+    elif fault == "folder":
+        source.parent.chmod(0o775)
+    elif fault == "link":
+        source.rename(tmp_path / "elsewhere")
+        source.symlink_to(tmp_path / "elsewhere")
+    elif fault == "owner":
+        os.chown(source, 12345, -1) if os.geteuid() == 0 else pytest.skip("only root can give a directory away")
+    elif fault == "unready":
+        (source / "ready").unlink()
+    else:
+        (source / "loops.nbc").unlink()
+        (source / "loops.nbc").symlink_to(tmp_path / "nothing")
+    target = tmp_path / "own"
+    target.mkdir()
+    with pytest.raises(BackendUnavailableError, match="compiled anew"):
+        cache.fill(target)
+    assert not cache.is_full(target)
+
+
+def test_command_says_where_kernels_are_and_that_they_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = package_with_kernels(tmp_path / "package", monkeypatch)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert main(["kernels", "compile", "--system"]) == 0
+    assert capsys.readouterr().out == f"kernels are compiled already, in {found}\n"
+    assert main(["kernels", "compile"]) == 0
+    assert "s, into " + str(tmp_path / "home" / "gradserver" / "kernels-") in capsys.readouterr().out
+    monkeypatch.setattr(cache, "_PACKAGE", tmp_path / "file")
+    (tmp_path / "file").touch()
+    assert main(["kernels", "compile", "--system"]) == 1
+    assert f"kernels cannot be written to {tmp_path}/file/machine_code/kernels-" in capsys.readouterr().err
+    monkeypatch.setattr(cache, "own", lambda: None)
+    assert main(["kernels", "compile"]) == 1
+    assert "set XDG_CACHE_HOME to one" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    assert main(["kernels", "compile"]) == 1
+    assert "pip install 'gradserver[fast]'" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_installed_kernels_are_those_that_run(tmp_path: Path) -> None:
+    """Compile beside a copy of the package, and load them as another user would, who cannot write there."""
+    root = Path(cache.__file__).resolve().parents[2]
+    for name in ("gradserver", "protocol", "worker"):
+        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("machine_code"))
+    home = tmp_path / "home"
+    own = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(tmp_path),
+        "XDG_CACHE_HOME": str(home),
+        "GRADSERVER_KERNELS": "auto",
+    }
+    command = "import sys; from gradserver.cli import main; sys.exit(main(['kernels', 'compile', '--system']))"
+    done = in_process(f"import os; os.umask(0o077); {command}", **own)
+    assert done.stdout.startswith("compiled kernels in "), done.stderr
+    files = list((tmp_path / "protocol" / "compiled" / "machine_code").rglob("*.nbc"))
+    assert len(files) > 8
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}
+    forbid = "from gradserver.protocol.compiled import cache; cache._compile = None; "
+    done = in_process(forbid + SETTLE, **own)
+    assert done.stdout.startswith("compiled (by numba, ready after"), done.stdout
+    assert len(list(home.rglob("*.nbc"))) == len(files)
 
 
 @pytest.mark.long
