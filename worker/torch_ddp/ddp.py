@@ -287,7 +287,7 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
             stepped = []
         with self._following(block, stepped):
             yield
-        check_alike(self.worker, self.module, self._ignored, stepped)
+        check_alike(self.worker, self.module, self._ignored, [*block, *stepped])
 
     @contextmanager
     def _following(self, block: Sequence[Stepper], stepped: list[Stepper]) -> Iterator[None]:

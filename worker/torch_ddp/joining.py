@@ -107,21 +107,23 @@ def check_alike(worker: Worker, module: nn.Module, ignored: Collection[str], opt
     if worker.world_size == 1 or worker._session.stage is not Stage.MEMBER:
         return  # a learner takes part in collectives when its first round is over
     weights = [parameter for name, parameter in module.named_parameters() if name not in ignored]
-    known = [one for one in optimizers if isinstance(one, Optimizer)]
+    known = list(dict.fromkeys(one for one in optimizers if isinstance(one, Optimizer)))
     mine = {
         "weights": digest_of_all(weights),
         "states of optimizers": sum(digest_of_all(_states(one, weights)) for one in known),
         "learning rates and other options of optimizers": _options(known),
     }
-    told = gather(worker, mine)
+    told = gather(worker, {**mine, "known": len(known)})
+    most = max(one["known"] for one in told)  # a member without a step in its block knows of those in ``step`` only
     for what in mine:
-        column = [str(one[what]) for one in told]
-        usual = max(column, key=Counter(column).__getitem__)  # the first of them in a draw, so the lowest rank's
-        others = [rank for rank, one in enumerate(column) if one != usual]
+        compared = [rank for rank, one in enumerate(told) if what == "weights" or one["known"] == most]
+        column = {rank: str(told[rank][what]) for rank in compared}
+        usual = Counter(column.values()).most_common(1)[0][0]  # the first of them in a draw, so the lowest rank's
+        others = [rank for rank in compared if column[rank] != usual]
         if others:
             raise DivergedError(
                 f"at the end of model.join() the {what} of {_named(worker, others)} are not those of "
-                f"{_named(worker, [column.index(usual)])}. The loop does more to weights than optimizer.step(): it "
+                f"{_named(worker, [next(rank for rank in compared if column[rank] == usual)])}. The loop does more to weights than optimizer.step(): it "
                 f"clips gradients or weights, say, or steps a scheduler. {_REMEDY}"
             )
 
