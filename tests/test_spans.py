@@ -24,7 +24,9 @@ BUCKET = ExchangeKey(Stream.BUCKET, 3, 7)
 
 
 collectives = st.builds(ExchangeKey, st.sampled_from([1, 2]), counters, counters, ranks, ranks)
-sized = st.builds(Span, st.sampled_from(State), collectives, st.just(0), st.just(3), st.just(()), st.just(SLICE_BYTES))
+sized = st.builds(
+    Span, st.sampled_from(State), collectives, st.just(0), st.just(3), st.just(()), st.just(SLICE_BYTES), counters
+)
 
 
 @given(st.lists(spans | counted | sized, max_size=6))
@@ -64,8 +66,8 @@ def test_of_more_different_weights_than_there_is_room_for_nothing_is_said() -> N
     assert [span.weights for span in again[MAX_COLUMNS:]] == [(), ()]
 
 
-SPAN = struct.Struct("<BHBQQhhIII")
-A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1, 0)
+SPAN = struct.Struct("<BHBQQhhIIIQ")
+A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ A_SPAN = SPAN.pack(1, 1, 0, 3, 7, -1, -1, 0, 1, 0)
         (struct.pack("<HHd", 1, 1, float("nan")), "of which one is not between -1e.30 and 1e.30"),
         (struct.pack("<HHdd", 1, 2, 1.0, float("inf")), "of which one is not between -1e.30 and 1e.30"),
         (struct.pack("<H", 0) + A_SPAN, "slices in the state 1 of stream 0 with weights from column 1 of 0"),
-        (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:-1], "35 bytes of slices .*, expected a multiple of 36"),
+        (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:-1], "43 bytes of slices .*, expected a multiple of 44"),
         (struct.pack("<HHd", 1, 1, 1.0) + b"\0" + A_SPAN[1:], "slices in the state 0 of stream 0 with weights"),
         (struct.pack("<HHd", 1, 1, 1.0) + A_SPAN[:3] + b"\1" + A_SPAN[4:], "slices in the state 1 of stream 1 with"),
     ],
@@ -103,11 +105,13 @@ def test_a_table_of_weights_that_is_none_is_named(data: bytes, message: str) -> 
         (1, 0, 1, 0, -1, -1, 2, 1),
         (1, 1, 1, 0, -1, -1, 0, 1, SLICE_BYTES + 1),
         (1, 0, 1, 0, -1, -1, 0, 1, 4),
+        (1, 0, 1, 0, -1, -1, 0, 1, 0, MAX_COUNTER + 1),
     ],
 )
 def test_what_cannot_be_is_named(values: tuple[int, ...]) -> None:
+    packed = SPAN.pack(values[0], 0, *values[1:], *[0] * (10 - len(values)))
     with pytest.raises(MalformedMessageError, match="no member holds slices"):
-        unpack_spans(struct.pack("<H", 0) + SPAN.pack(values[0], 0, *values[1:], *([0] if len(values) == 8 else [])))
+        unpack_spans(struct.pack("<H", 0) + packed)
 
 
 @pytest.mark.parametrize("room", [1_000_000, pytest.param(MAX_SPANS_BYTES, marks=pytest.mark.long)])

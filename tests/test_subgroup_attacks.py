@@ -68,8 +68,8 @@ def victims() -> Iterator[tuple[str, list[Worker], list[Worker]]]:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Split("default", 1, (0, 1), 5.0), "no member of it"),
-        (Split("nothing", 1, (0,), 5.0), "no member of it"),
+        (Split("default", 1, (0, 1), 5.0), "not a member of it"),
+        (Split("nothing", 1, (0,), 5.0), "not a member of it"),
         (Split("own", 1, (1,), 5.0), "expected ids in order, with the sender's, 0"),
         (Split("own", 1, (0, 7), 5.0), "expected ids in order"),
         (Split("own", 1, (0, 0), 5.0), "expected ids in order"),

@@ -160,7 +160,7 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
         **of_torch: Unpack[TorchOptions],
     ) -> None:
         super().__init__()
-        check_keywords(of_torch)
+        check_keywords(DistributedDataParallel, of_torch)
         bucket_cap_mb = 25.0 if bucket_cap_mb is None else bucket_cap_mb  # None is torch's default
         broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers
         worker = checked_worker(module, worker, device_ids, output_device, process_group)

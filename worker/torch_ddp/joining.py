@@ -121,9 +121,10 @@ def check_alike(worker: Worker, module: nn.Module, ignored: Collection[str], opt
         usual = Counter(column.values()).most_common(1)[0][0]  # the first of them in a draw, so the lowest rank's
         others = [rank for rank in compared if column[rank] != usual]
         if others:
+            like = next(rank for rank in compared if column[rank] == usual)
             raise DivergedError(
                 f"at the end of model.join() the {what} of {_named(worker, others)} are not those of "
-                f"{_named(worker, [next(rank for rank in compared if column[rank] == usual)])}. The loop does more to weights than optimizer.step(): it "
+                f"{_named(worker, [like])}. The loop does more to weights than optimizer.step(): it "
                 f"clips gradients or weights, say, or steps a scheduler. {_REMEDY}"
             )
 

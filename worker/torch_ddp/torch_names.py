@@ -6,6 +6,7 @@ value and did nothing with it would train otherwise than the script says. `LikeT
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypedDict
@@ -15,6 +16,7 @@ from torch import nn
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MIB
+from gradserver.protocol.nearest import did_you_mean
 
 
 class Name(NamedTuple):
@@ -150,11 +152,12 @@ class TorchOptions(TypedDict, total=False):
     forward_sync_buffers: bool | None
 
 
-def check_keywords(options: Mapping[str, object]) -> None:
+def check_keywords(wrapper: type, options: Mapping[str, object]) -> None:
     """Raise TypeError for an option that no wrapper has, or a value of one of torch's that would do something there."""
     for name, value in options.items():
         if name not in KEYWORDS:
-            raise TypeError(f"DistributedDataParallel has no option {name!r}")
+            nearest = did_you_mean(name, [*inspect.signature(wrapper).parameters, *KEYWORDS], 0.0)
+            raise TypeError(f"{wrapper.__name__} has no option {name!r}{nearest}")
         harmless, remedy = KEYWORDS[name]
         if not any(value is one or value == one for one in harmless):
             raise TypeError(f"{name}={value!r} is an option of torch's wrapper that is none here: {remedy}")
