@@ -122,5 +122,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $$clear $(VENV)
 	@$(PIP) install -c constraints.txt hatchling
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo,fast]'
+	@$(BIN)/gradserver kernels compile
 	@touch $@
 	@echo "Done. For the command gradserver in this terminal: . $(BIN)/activate"
