@@ -17,7 +17,6 @@ from gradserver.arguments import ANY
 from gradserver.configuration import DEFAULT, Setting, Settings, add_flags, settings_of
 from gradserver.json_text import json_text
 from gradserver.options import DEFAULT_BIND, Of, each
-from gradserver.protocol.compiled import loader
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_WORLD_SIZE, MIB, OTHERS
 from gradserver.protocol.planes import AMONG_MEMBERS
@@ -55,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = _process(settings)()
     finally:
         gc.enable()
+    from gradserver.protocol.compiled import loader  # imported here: other commands do without numpy
+
     if loader.is_busy():  # with libraries that nothing can interrupt, for seconds on a busy machine
         logging.shutdown()
         sys.stdout.flush()

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ from gradserver.protocol.means import mean_of
 from gradserver.protocol.slicing import ALIGNMENT
 from gradserver.reducer import reduce
 from gradserver.status import show
-from tests.cluster import Daemon, wait_until
+from tests.cluster import ROOT, Daemon, Program, wait_until
 
 pytest.importorskip("numba", reason="kernels are an extra: gradserver[fast]")
 
@@ -679,6 +680,19 @@ def test_installed_kernels_are_those_that_run(tmp_path: Path) -> None:
     done = in_process(forbid + SETTLE, **own)
     assert done.stdout.startswith("compiled (by numba, ready after"), done.stdout
     assert len(list(home.rglob("*.nbc"))) == len(files)
+
+
+def test_a_coordinator_ends_at_once_while_it_loads_kernels(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)\n"
+    )
+    more = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "GRADSERVER_KERNELS": "auto"}
+    with Program("-m", "gradserver", "serve", "--bind", "tcp://127.0.0.1:0", environment=more, loaded="") as program:
+        wait_until((tmp_path / "begun").exists, "it loads kernels")
+        program.send_signal(signal.SIGTERM)
+        assert program.end(timeout=3) == 0  # the end of a process waits for such threads, for 5 s
+        assert any(line.endswith("stopped") for line in program.complaints())
 
 
 @pytest.mark.long
