@@ -157,7 +157,11 @@ def test_workers_with_unequal_numbers_of_batches_come_to_the_end_without_an_evic
     assert group["round"] == 48 + 3 * (WORLD - 1) + 1, "in the last round no worker has a batch"
 
 
-@pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "bounded", "staleness": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "async", "quorum": 3}, {"mode": "bounded", "staleness": 2, "quorum": 3}],  # two of a round tell less
+    ids=lambda options: options["mode"],
+)
 def test_updates_go_on_in_groups_that_do_not_wait_for_all(options: dict[str, Any]) -> None:
     def work(worker: Worker) -> Any:
         replica = Replica(worker)
