@@ -142,6 +142,7 @@ def serve(
                 server.close()
                 signal.signal(signal.SIGCHLD, before)
                 children.end()
+    loader.end_at_once()
     return 0
 
 
@@ -212,6 +213,7 @@ def serve_shard(
         finally:
             server.close()
             link.end()
+    loader.end_at_once()
     return 0
 
 

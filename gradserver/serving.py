@@ -6,8 +6,6 @@ import argparse
 import dataclasses
 import gc
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,16 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     gc.disable()  # until it serves: a start makes objects that stay, and garbage collection takes a tenth of its time
     try:
-        status = _process(settings)()
+        return _process(settings)()
     finally:
         gc.enable()
-    from gradserver.protocol.compiled import loader  # imported here: other commands do without numpy
-
-    if loader.is_busy():  # with libraries that nothing can interrupt, for seconds on a busy machine
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(status)
-    return status
 
 
 def show(arguments: argparse.Namespace) -> int:

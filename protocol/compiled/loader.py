@@ -64,7 +64,8 @@ class _Loader:
         self.standing = Standing(NUMPY, "kernels are not loaded yet")
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self.is_loading = False
+        self._is_loading = False
+        self.ends_at_once = False
 
     def start(self) -> None:
         choice = _choice()
@@ -92,15 +93,15 @@ class _Loader:
         if importlib.util.find_spec("numba") is None:
             self.standing = Standing(NUMPY, f"numba is not installed: {INSTALL}")
             return
-        self.is_loading, began, interval = True, time.monotonic(), sys.getswitchinterval()
+        self._is_loading, began, interval = True, time.monotonic(), sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             with cache.directory() as directory:
                 if not cache.is_full(directory):
                     self.standing = Standing(NUMPY, "kernels are being compiled")
-                    self.is_loading = False  # this thread waits for a process, and may end before it
+                    self._is_loading = False  # this thread waits for a process, and may end before it
                     cache.fill(directory)
-                    self.is_loading = True
+                    self._is_loading = True
                 self._load(directory)
             seconds = time.monotonic() - began
             self.standing = Standing(COMPILED, f"by numba, ready after {seconds:.1f} s")
@@ -114,7 +115,7 @@ class _Loader:
             )
         finally:
             sys.setswitchinterval(interval)
-            self.is_loading = False
+            self._is_loading = False
 
     def _load(self, directory: Path) -> None:
         from numba import config
@@ -131,8 +132,12 @@ class _Loader:
         kernels.use(table)
 
     def _end(self) -> None:
-        """Let the thread finish with libraries that must not end under it."""
-        if self.is_loading and self._thread is not None:
+        """Let the thread finish with libraries that must not end under it, and which nothing can interrupt."""
+        if self._is_loading and self._thread is not None:
+            if self.ends_at_once:
+                logging.shutdown()
+                sys.stdout.flush()
+                os._exit(0)
             self._thread.join(_ENDING_SECONDS)
 
 
@@ -182,9 +187,9 @@ def standing() -> Standing:
     return _loader.standing
 
 
-def is_busy() -> bool:
-    """Tell whether a thread loads libraries, which the end of this process has to wait for."""
-    return _loader.is_loading
+def end_at_once() -> None:
+    """Let this process end with status 0 without waiting for a thread that loads: it has nothing else to do."""
+    _loader.ends_at_once = True
 
 
 def compile_ahead(for_all: bool) -> str:
