@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from gradserver.protocol.limits import KIB, MAX_NAME_BYTES, MAX_RATE, MAX_WORLD_SIZE, MIB
@@ -39,6 +41,11 @@ def number(kind: Callable[[str], N], low: N, high: N, what: str = "", limits: st
         return value
 
     return parse
+
+
+def folder(text: str) -> Path:
+    """Parse the path of a folder. No shell has expanded ``~`` behind ``=``, within quotes, or in a file of settings."""
+    return Path(os.path.expanduser(text))
 
 
 def seconds(low: float, high: float) -> Callable[[str], float]:

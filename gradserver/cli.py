@@ -11,7 +11,7 @@ from pathlib import Path
 import gradserver
 from gradserver import serving
 from gradserver.arguments import add_seconds, number, seconds
-from gradserver.command_line import Command, print_all
+from gradserver.command_line import Command, open_missing_streams, print_all
 from gradserver.printing import complain
 from gradserver.protocol.errors import GradServerError, InvalidArgumentError
 from gradserver.protocol.limits import MAX_COUNTER
@@ -19,6 +19,7 @@ from gradserver.protocol.limits import MAX_COUNTER
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. An error of the user prints one line, with status 1 or 2."""
+    open_missing_streams()
     print_all(sys.stdout)
     parser = _parser()
     arguments = parser.parse_args(argv)

@@ -5,12 +5,27 @@ from __future__ import annotations
 import argparse
 import codecs
 import io
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.nearest import did_you_mean
+
+
+def open_missing_streams() -> None:
+    """Open the standard streams that the caller has closed, on the null device: a socket would get their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
 
 
 def print_all(stream: TextIO) -> None:

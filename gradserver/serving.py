@@ -8,10 +8,9 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradserver.arguments import ANY
+from gradserver.arguments import ANY, folder
 from gradserver.configuration import DEFAULT, Setting, Settings, add_flags, settings_of
 from gradserver.json_text import json_text
 from gradserver.options import DEFAULT_BIND, Of, each
@@ -138,7 +137,7 @@ def _coordinator(settings: Settings, patience: Patience) -> Callable[[], int]:
     ledger = None
     if (directory := settings.given("state-dir")) is not None:
         keep, hashes, quota = (settings.find(key).value for key in ("ledger-keep", "ledger-hashes", "journal-quota"))
-        ledger = Ledger(Path(directory), settings.find("sync").value, keep, Hashes(hashes), quota)
+        ledger = Ledger(folder(directory), settings.find("sync").value, keep, Hashes(hashes), quota)
     else:
         for option, found in settings.named():
             if option.of is Of.LEDGER:

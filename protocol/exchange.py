@@ -166,7 +166,7 @@ class Operation:
         if self.op:
             what += f"({self.op.name.lower()})"
         if self.kind is Kind.BARRIER:
-            return what
+            return what if self.dtype == UINT8 else f"a collective of {self.dtype.name}[0]"
         of = f" of {self.dtype.name}[{self.numel}]"
         way = "to" if self.kind is Kind.GATHER else "from"
         what += of + (f" {way} rank {self.root}" if self.root >= 0 else "")

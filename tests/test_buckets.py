@@ -165,8 +165,9 @@ def test_frozen_and_empty_parameters_are_left_out() -> None:
     [
         (nn.ReLU(), InvalidArgumentError, "no parameter that requires a gradient"),
         (nn.Linear(2, 2).requires_grad_(False), InvalidArgumentError, "no parameter that requires a gradient"),
+        (nn.ParameterList([torch.ones(0)]), InvalidArgumentError, "a gradient but '0', without elements"),
         (nn.LazyLinear(2), InvalidArgumentError, "'weight' has no shape yet"),
-        (nn.Linear(2, 2, device="meta"), LayoutError, "'weight' is on meta"),
+        (nn.Linear(2, 2, device="meta"), LayoutError, "'weight' is on meta.*to_empty"),
     ],
 )
 def test_module_that_cannot_be_exchanged(module: nn.Module, error: type[Exception], match: str) -> None:

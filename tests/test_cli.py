@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -553,3 +554,40 @@ def test_collections_that_wait_for_the_start_come_back_when_it_fails(capsys: pyt
     assert main(["serve", "--bind", "tcp://192.0.2.1:0"]) == 1
     assert "no such address" in capsys.readouterr().err
     assert gc.isenabled()
+
+
+# ── where it is started ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"),
+    [("config", ">&-"), ("config", "2>&-"), ("run --nproc 1 --no-python touch done", "<&- >&- 2>&-")],
+)
+def test_streams_may_be_closed(command: str, closed: str, tmp_path: Path) -> None:
+    """Test that a command ends as it does with them, and what it starts too, as under cron or a daemon."""
+    words = f"{sys.executable} -m gradserver {command} {closed}"
+    ended = subprocess.run(["sh", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "done").exists() is command.startswith("run")
+
+
+def test_a_run_in_a_folder_that_was_removed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["run", "--nproc", "1", sys.executable]) == 2
+    assert "the present folder, in which workers would begin, has been removed" in capsys.readouterr().err
+
+
+def test_a_state_directory_may_begin_at_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a file of settings, where no shell expands the path."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "gradserver.toml").write_text('state-dir = "~/state"\n')
+    with Daemon("--config", str(tmp_path / "gradserver.toml")) as daemon:
+        assert daemon.snapshot()
+    assert (tmp_path / "home" / "state").is_dir()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradserver import LocalCluster
 from gradserver.protocol.dtypes import BY_NAME
 from gradserver.protocol.errors import (
     ClosedError,
@@ -439,6 +440,21 @@ def test_empty_tensors_are_identities(four: list[Worker], shape: tuple[int, ...]
             assert worker.recv(empty, 0) is empty
 
     together(four, work)
+
+
+def test_an_empty_tensor_at_one_worker_alone_is_refused() -> None:
+    """Test that it has its place in the order of collectives: the next one would meet another one's."""
+
+    def work(worker: Worker) -> str:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            worker.all_reduce(torch.zeros(3 * worker.rank))
+        assert worker.all_reduce(torch.ones(3), "sum").tolist() == [2.0, 2.0, 2.0]
+        return str(caught.value)
+
+    with LocalCluster(2) as cluster:
+        for told in cluster.run(work):
+            assert "'worker-0' (rank 0) called a collective of float32[0]" in told
+            assert "'worker-1' (rank 1) called all_reduce(mean) of float32[3]" in told
 
 
 def test_memory_from_the_worker_is_exchanged_like_any_other(four: list[Worker]) -> None:

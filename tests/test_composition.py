@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -254,6 +255,74 @@ def test_a_change_is_refused_where_the_wrapper_is_not_called_or_in_eval_mode() -
         assert worker.round == 0
 
     on(2, work)
+
+
+def test_functional_call_of_the_wrapper_is_refused_and_of_its_module_is_right() -> None:
+    """Test a loss of weights that were updated once, as in meta-learning: gradients are those of the parameters."""
+
+    def backward(module: Any, inputs: Tensor, module_called: nn.Module) -> Tensor:
+        weights = dict(module_called.named_parameters())
+        gradients = torch.autograd.grad(module(inputs).sum(), [*weights.values()], create_graph=True)
+        faster = {name: weight - 0.1 * one for (name, weight), one in zip(weights.items(), gradients, strict=True)}
+        torch.func.functional_call(module_called, faster, (inputs,)).square().mean().backward()
+        return torch.cat([weight.grad.reshape(-1) for weight in weights.values() if weight.grad is not None])
+
+    def work(worker: Worker) -> Tensor:
+        model = DistributedDataParallel(_two()[0], worker)
+        inputs = torch.ones(2, 3) * (1 + worker.rank)
+        with pytest.raises(UsageError, match=r"functional_call give it model.module"):
+            backward(model, inputs, model)
+        return backward(model, inputs, model.module)
+
+    each = [backward(module, torch.ones(2, 3) * rank, module) for rank, module in enumerate(_two(), 1)]
+    for found in on(2, work):
+        torch.testing.assert_close(found, (each[0] + each[1]) / 2)
+
+
+def _two() -> list[nn.Module]:
+    modules: list[nn.Module] = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    for module in modules:
+        seeded(module, 1)
+    return modules
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_of_another_type_than_the_parameters_are_refused(dtype: torch.dtype) -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(_two()[0], worker)
+        model.module.weight.grad_dtype = dtype
+        with pytest.raises(DTypeError, match=f"'weight' is {dtype}, and the parameter torch.float32.*grad_dtype"):
+            model(torch.ones(2, 3)).sum().backward()
+
+    if not hasattr(nn.Parameter(torch.ones(1)), "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+    alone(work)
+
+
+def test_an_attribute_of_the_module_is_named_where_the_wrapper_has_none() -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(Network(), worker)
+        with pytest.raises(AttributeError, match=r"no attribute 'body'. The wrapped module has it: model.module.body"):
+            model.body  # noqa: B018
+        with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+            model.other  # noqa: B018
+        assert not hasattr(model, "body")
+
+    alone(work)
+
+
+def test_copies_of_a_module_share_its_worker_and_pickles_have_none() -> None:
+    def work(worker: Worker) -> None:
+        module: Any = Network()
+        module.worker = worker
+        averaged: Any = torch.optim.swa_utils.AveragedModel(module)
+        assert averaged.module.worker is copy.copy(worker) is worker
+        with pytest.raises(
+            TypeError, match=r"a worker is a connection of this process, and cannot be pickled: .*connect"
+        ):
+            pickle.dumps(module)
+
+    alone(work)
 
 
 def test_ignored_and_frozen_parameters_may_be_replaced() -> None:

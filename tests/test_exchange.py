@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, strategies as st
 
-from gradserver.protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, DType
+from gradserver.protocol.dtypes import BY_CODE, BY_NAME, FLOAT32, UINT8, DType
 from gradserver.protocol.errors import InvalidArgumentError, UnsupportedOperationError
 from gradserver.protocol.exchange import (
     DIVIDED,
@@ -156,4 +156,5 @@ def test_an_operation_says_what_it_is() -> None:
     assert str(Operation(Kind.ALL_REDUCE, Op.MEAN, FLOAT32, 7)) == "all_reduce(mean) of float32[7]"
     assert str(Operation(Kind.BROADCAST, Op.NONE, FLOAT32, 7, 0)) == "broadcast of float32[7] from rank 0"
     assert str(Operation(Kind.GATHER, Op.NONE, FLOAT32, 7, 1)) == "gather of float32[7] to rank 1"
-    assert str(Operation(Kind.BARRIER, Op.NONE, FLOAT32, 0)) == "barrier"
+    assert str(Operation(Kind.BARRIER, Op.NONE, UINT8, 0)) == "barrier"
+    assert str(Operation(Kind.BARRIER, Op.NONE, FLOAT32, 0)) == "a collective of float32[0]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self, overload
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, Self, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -88,6 +88,18 @@ class Worker(TurnCalls):
 
     def __repr__(self) -> str:
         return f"<Worker {self.name!r}: rank {self.rank} of {self.world_size} in group {self.group!r}>"
+
+    def __copy__(self) -> Self:
+        return self  # a connection cannot be doubled: copies of a module that refers to it share it
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a worker is a connection of this process, and cannot be pickled: {self!r}. Leave it out of what goes to "
+            f"another process or into a file, or call gradserver.connect() there"
+        )
 
     # ── membership ────────────────────────────────────────────────────────────────────────────────────
 

@@ -318,9 +318,12 @@ class Collectives(Transfers):
         weight: float = 1.0,
     ) -> Handle[V]:
         """Begin a collective over the coordinator."""
-        if self.world_size == 1 or operation.numel == 0:  # identities, nothing to exchange
+        if self.world_size == 1:  # an identity, nothing to exchange
             self._session.check_open()
             return finished(value, weight)
+        if operation.numel == 0:  # nothing travels, but each member counts it: another one's may have elements
+            operation = operation_of(Kind.BARRIER, Op.NONE, operation.dtype, 0)
+            source = destination = None
         handle: Handle[V] = self._session.collective(operation, source, destination, weight, value, background=async_op)
         handle.then(bound.store)
         return handle

@@ -81,6 +81,16 @@ class Loaded:
 # ── one file ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+def located(path: str | Path) -> Path:
+    """Return ``path`` from the root on, as it is now: scripts change their folder later. ``~`` is the user's home."""
+    try:
+        return Path(os.path.expanduser(path)).absolute()
+    except FileNotFoundError as error:
+        raise StateError(
+            f"{path} begins in the present folder, which has been removed: give a path that begins with /"
+        ) from error
+
+
 def write(path: Path, packed: Packed) -> None:
     """Write a tree into ``path``. It replaces what is there when all of it is on the disk.
 

@@ -15,10 +15,10 @@ from gradserver.protocol.nearest import names_keywords
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
-from gradserver.worker.job.checkpoint import NEWEST_WHOLE, Directory, File, check_resume
+from gradserver.worker.job.checkpoint import NEWEST_WHOLE, Directory, File, check_resume, located
 from gradserver.worker.job.local_steps import LocalSteps
 from gradserver.worker.job.log_steps import LogSteps
-from gradserver.worker.job.position import check_data, position_of
+from gradserver.worker.job.position import check_data, check_same_data, position_of
 from gradserver.worker.job.resuming import Source
 from gradserver.worker.job.saving import Saving, check_every
 from gradserver.worker.job.several_steps import SeveralSteps
@@ -75,7 +75,8 @@ class Job:
         data: source of `batches`.
         state: other objects with state, by name. They have ``state_dict`` and ``load_state_dict``. The state of rank 0
             is saved, so a worker's own state does not belong there.
-        checkpoint: directory of the checkpoints, on a shared disk or one at each host. The job continues from the
+        checkpoint: directory of the checkpoints, on a shared disk or one at each host. A path without / in front
+            begins in the folder that the process has now, also if it has another one later. The job continues from the
             newest checkpoint that any worker has there. Workers without it get it from one that has it, and write it to
             their own disk.
         every: number of rounds between two saves. None: save only on SIGTERM and when `save` is called.
@@ -95,7 +96,7 @@ class Job:
 
     Raises:
         StateError: a checkpoint cannot be read, or belongs to another job. The error names the file.
-        DisagreementError: the workers found different checkpoints of the same round.
+        DisagreementError: the workers found different checkpoints of the same round, or gave different samplers.
         UsageError: the options exclude each other, such as ``clip_grad_norm`` and a `LocalSGD`.
     """
 
@@ -127,7 +128,7 @@ class Job:
         self._position = None if data is None else position_of(data, self._worker)
         self._state = JobState(self._worker, self._parts, state or {}, self._position)
         self._keep = keep
-        directory = None if checkpoint is None else Directory(Path(checkpoint), keep)
+        directory = None if checkpoint is None else Directory(located(checkpoint), keep)
         self._saving = Saving(self._worker, self._state, directory, every)
         limit = check_limit(clip_grad_norm, "clip_grad_norm")
         self._steps: Steps = self._kind(first)(
@@ -136,8 +137,11 @@ class Job:
         self._plain_steps = False
         if self._worker.joins:
             self._steps.enter(self._take_over)
-        elif directory is not None:
-            self._load(directory)
+        else:
+            if data is not None:
+                check_same_data(data, self._worker)
+            if directory is not None:
+                self._load(directory)
         if directory is not None:
             stop_on_sigterm(self)
         if self._steps.can_be_joined:
@@ -261,7 +265,7 @@ class Job:
                 continue. If some could, the others have a warning.
             DivergedError: the workers' weights differ. Nothing was written.
         """
-        self._saving.save(path)
+        self._saving.save(None if path is None else located(path))
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint: a file, or the newest one of a directory. All workers call it.
@@ -272,7 +276,7 @@ class Job:
             StateError: some worker cannot read its own, none has it, or it does not fit this job.
             DisagreementError: the workers' files differ.
         """
-        path = Path(path)
+        path = located(path)
         told = gather(self._worker, "folder" if path.is_dir() else "file" if path.exists() else "none")
         exact = "file" in told
         if path.is_dir() or (not path.exists() and not exact and "folder" in told):

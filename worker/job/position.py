@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gradserver.protocol.errors import InvalidArgumentError, StateError, UsageError
+from gradserver.protocol.errors import DisagreementError, InvalidArgumentError, StateError, UsageError
 from gradserver.protocol.ranges import pack, unpack
 from gradserver.worker.client import Worker
 from gradserver.worker.data.balanced import BalancedSampler
 from gradserver.worker.data.ranges import DataRanges
 from gradserver.worker.data.sampler import ShardSampler
+from gradserver.worker.torch_ddp.alike import gather, named
 from gradserver.worker.tree import Tree
 
 
@@ -285,6 +286,33 @@ def check_data(data: object) -> None:
             f"data is a {type(data).__name__}, and must be a gradserver.ShardSampler, BalancedSampler or DataRanges: "
             f"an object with a state_dict can go into state="
         )
+
+
+def check_same_data(data: ShardSampler | DataRanges | BalancedSampler, worker: Worker) -> None:
+    """Compare what all members give as data, for kinds of which each member deals by itself. It is a collective.
+
+    A sampler for another rank or world size than the worker's may be of data that only this worker has.
+
+    Raises:
+        DisagreementError: members would use some samples twice and others never. The error names two of them.
+    """
+    if isinstance(data, DataRanges) or worker.world_size == 1:  # the coordinator compares the former
+        return
+    own = isinstance(data, BalancedSampler) or (data.rank, data.world_size) == (worker.rank, worker.world_size)
+    told = gather(worker, data.order if own else None)
+    ranks = [rank for rank, order in enumerate(told) if order is not None]
+    for rank in ranks:
+        first, usual, order = ranks[0], told[ranks[0]], told[rank]
+        if order != usual:
+            raise DisagreementError(
+                f"{named(worker.names, [first])} has data= with {_told(usual, order)}, and "
+                f"{named(worker.names, [rank])} with {_told(order, usual)}: some samples would be used twice, and "
+                f"others never. Give the same at all workers"
+            )
+
+
+def _told(order: Tree, other: Tree) -> str:
+    return ", ".join(f"{key} {value!r}" for key, value in order.items() if value != other.get(key)) or "nothing else"
 
 
 def position_of(

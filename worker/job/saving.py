@@ -115,7 +115,7 @@ class Saving:
                 return True
         return False
 
-    def save(self, path: str | Path | None = None) -> None:
+    def save(self, path: Path | None = None) -> None:
         """Save to ``path`` or the directory, and return when it is written."""
         if path is None and self._directory is None:
             raise UsageError("where to? Give save(path), or Job(…, checkpoint=DIRECTORY)")
@@ -123,7 +123,7 @@ class Saving:
             assert self._directory is not None
             place = place_in(self._worker, self._directory)
         else:
-            place = place_of(self._worker, Path(path))
+            place = place_of(self._worker, path)
         found = self._agree(place)
         self._await(None if found is None else Writing(partial(self._write, found, path)))
         if path is None:
@@ -142,12 +142,12 @@ class Saving:
         finally:
             self.is_saving = False
 
-    def _write(self, found: Packed | Tree, path: str | Path | None) -> None:
+    def _write(self, found: Packed | Tree, path: Path | None) -> None:
         if self._writing is not None:
             self._writing.join()
         packed = found if isinstance(found, Packed) else pack(found)
         if path is not None:
-            write(Path(path), packed)
+            write(path, packed)
         elif self._directory is not None:
             self._directory.write(self._state.round, packed)
 

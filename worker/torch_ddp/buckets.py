@@ -133,6 +133,11 @@ class Slot:
             layout = str(grad.layout).removeprefix("torch.")
             raise LayoutError(f"the gradient of {self.name!r} is {layout}, and only dense ones travel (sparse=False)")
         here = self.here
+        if grad.dtype != here.dtype == self.parameter.dtype and grad.device == here.device:
+            raise DTypeError(
+                f"the gradient of {self.name!r} is {grad.dtype}, and the parameter {here.dtype}: gradients travel in "
+                f"the parameter's type, and their mean is taken in fp32 or wider. Leave its grad_dtype as it is"
+            )
         if grad.dtype != here.dtype or grad.device != here.device:
             raise DTypeError(
                 f"the gradient of {self.name!r} is {grad.dtype} on {grad.device}, but the module was wrapped with "

@@ -121,7 +121,7 @@ class Composition:
         gone = [name for name, parameter in self._exchanged if id(parameter) not in there]
         if replaced := [name for name in gone if name in now]:
             ways = "was replaced after the module was wrapped, as by load_state_dict(assign=True) or to('meta')"
-            raise _refused(replaced, ways, _UNEXCHANGED)
+            raise _refused(replaced, ways, f"{_UNEXCHANGED}. For torch.func.functional_call give it model.module")
         new = [n for n, p in now.items() if id(p) not in known and n not in self._ignored and p.numel()]
         if added := [name for name in new if now[name].requires_grad]:
             ways = "came into the module after it was wrapped, as an adapter, weight_norm or a new head does"

@@ -59,7 +59,14 @@ def group_parameters(
     trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
     named = [(n, p) for n, p in trained if is_exchangeable(n, p)]
     if not named:
-        raise InvalidArgumentError("this module has no parameter that requires a gradient: nothing to exchange")
+        empty = [
+            name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored
+        ]
+        but = f" but {', '.join(map(repr, empty[:4]))}, without elements" if empty else ""
+        raise InvalidArgumentError(
+            f"this module has no parameter that requires a gradient{but}: there is nothing to exchange. Use the module "
+            f"without a wrapper, or unfreeze a part of it before wrapping it"
+        )
     if not cap_mb > 0:
         raise InvalidArgumentError(f"bucket_cap_mb is a size in MiB above 0, not {cap_mb!r}")
     roles = _Roles(module, find_blocks(module) if blocks is None else list(blocks))

@@ -213,7 +213,12 @@ class LikeTorch(nn.Module):
     def __getattr__(self, name: str) -> Any:
         known = NAMES.get(name)
         if known is None or "_backward" not in self.__dict__:  # a copy has no exchange
-            return super().__getattr__(name)
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                if name != "module" and hasattr(self.module, name):
+                    raise AttributeError(f"{error}. The wrapped module has it: model.module.{name}") from None
+                raise
         if known.read is None:
             raise AttributeError(f"{name} is a member of torch's wrapper that is none here: {known.says}")
         return known.read(self)

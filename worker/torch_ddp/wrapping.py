@@ -116,7 +116,8 @@ def is_exchangeable(name: str, parameter: nn.Parameter) -> bool:
     if isinstance(parameter, nn.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run the lazy module once before wrapping it")
     if parameter.device.type not in ("cpu", "cuda"):
-        raise LayoutError(f"parameter {name!r} is on {parameter.device}; gradients travel from cpu and cuda")
+        then = "give it memory first, as module.to_empty(device='cpu') does" if parameter.is_meta else "move it first"
+        raise LayoutError(f"parameter {name!r} is on {parameter.device}; gradients travel from cpu and cuda: {then}")
     if not parameter.dtype.is_floating_point and not parameter.dtype.is_complex:
         raise DTypeError(f"parameter {name!r} is {parameter.dtype}, which has no mean")
     return parameter.numel() > 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradserver.arguments import add_seconds, number
+from gradserver.arguments import add_seconds, folder, number
 from gradserver.printing import complain
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.protocol.limits import MAX_WORLD_SIZE
@@ -103,7 +103,7 @@ def _add_coordinator(parser: argparse._ArgumentGroup) -> None:
 def _add_ends(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--log-dir",
-        type=Path,
+        type=folder,
         metavar="DIR",
         help="also write each worker's output to DIR/rank-N.log, and the coordinator's to DIR/coordinator.log",
     )
@@ -199,6 +199,10 @@ def _problem(arguments: argparse.Namespace) -> str | None:
             return f"{option} is for a coordinator that is started, and {source} names one that runs: {given}"
     if (wrong := _problem_of_serve(arguments.serve)) is not None:
         return wrong
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "the present folder, in which workers would begin, has been removed: change to another one"
     if not any(host.is_here for host in arguments.hosts):
         return None  # the files are elsewhere
     if arguments.module:
