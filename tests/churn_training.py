@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import gradserver
+import tests.without_compiler.sitecustomize  # noqa: F401  # before torch: else each worker imports its compiler
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
 
