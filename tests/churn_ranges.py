@@ -187,7 +187,8 @@ class Course:
 
     def strike(self) -> None:
         """Let something happen."""
-        event, pids, shards = self.chance.random(), list(self.workers), self.others()
+        event, shards = self.chance.random(), self.others()
+        pids = [pid for pid in self.workers if pid not in self.lost]
         if event < 0.18 and self.case.kills_coordinator:
             self.restart()
         elif event < 0.32 and shards:

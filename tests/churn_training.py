@@ -31,6 +31,15 @@ import tests.without_compiler.sitecustomize  # noqa: F401  # before torch: else 
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
 
+LOADED: Final = (
+    gradserver.connect,
+    gradserver.Job,
+    gradserver.DataRanges,
+    gradserver.LocalSGD,
+    gradserver.DistributedDataParallel,
+)
+"""Parts that are imported here once, and not by each worker."""
+
 SAMPLES: Final = 160
 EPOCHS: Final = 2
 CELLS: Final = EPOCHS * SAMPLES
