@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import gradserver
-import tests.without_compiler.sitecustomize  # noqa: F401  # before torch: else each worker imports its compiler
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
 
@@ -40,15 +39,19 @@ LOADED: Final = (
 )
 """Parts that are imported here once, and not by each worker."""
 
-SAMPLES: Final = 160
+SAMPLES: Final = 128
 EPOCHS: Final = 2
 CELLS: Final = EPOCHS * SAMPLES
-"""Elements of a row: one for each sample of each epoch."""
-ROWS: Final = 300
-"""Rows of the larger tensor: enough for it to be cut among data shards."""
+"""Elements of a row: one for each sample of each epoch. Tensors are cut between rows."""
+ROWS: Final = 32
+"""Rows of each further tensor, which is one slice without torch. With torch all of them are a bucket of some slices."""
+FURTHER: Final = 8
+"""Number of further tensors: enough for all data shards."""
 TIMEOUT: Final = 30.0
 SAVES_EVERY: Final = 3
 """Rounds between two checkpoints."""
+_LEAST_SHARE: Final = 0.06
+"""Least part of one contribution in a mean: no more than a dozen count. A lossy wire's rounding is less."""
 FADING: Final = np.float32(0.75)
 
 
@@ -62,7 +65,7 @@ class Case(NamedTuple):
     loses: bool
     shards: int
     large: bool
-    """True if there is a larger tensor beside the small one."""
+    """True if there are further tensors beside the small one."""
     wire: str
     halts: tuple[str, ...]
     """Ends of all workers at once, after which others go on from a checkpoint."""
@@ -70,7 +73,15 @@ class Case(NamedTuple):
     @property
     def rows(self) -> tuple[int, ...]:
         """Rows of each tensor."""
-        return (1, ROWS) if self.large else (1,)
+        return (1, *[ROWS] * FURTHER) if self.large else (1,)
+
+    @property
+    def weighs_alike(self) -> bool:
+        """True if all contributions weigh one: what an update has of a sample says then how many contributed.
+
+        Slices of a bucket may lack different contributions, and only one of their weights is known.
+        """
+        return self.wire != "fp32" or self.kind == "local" or (self.kind == "job" and self.large)
 
     @property
     def least(self) -> float:
@@ -127,9 +138,10 @@ def work(case: Case, place: Place) -> None:
         return
     born, number, tallies = told
     new = place.folder / f"{place.name}.new"
+    parts = [[one.used, one.hits, one.chain] for one in tallies]
+    used, hits, chain = map(np.concatenate, zip(*parts, strict=True))
     with new.open("wb") as file:
-        parts = {key: np.concatenate([getattr(one, key) for one in tallies]) for key in ("used", "hits", "chain")}
-        np.savez(file, born=born, round=number, **parts)
+        np.savez(file, born=born, round=number, used=used, hits=hits, chain=chain)
     new.rename(place.folder / f"{place.name}.npz")
 
 
@@ -152,8 +164,7 @@ def _ranges(worker: gradserver.Worker, chance: random.Random) -> gradserver.Data
 
 
 def _weight(case: Case, count: int) -> float:
-    """Return a weight. On a lossy wire it is one, so that gradients are whole numbers."""
-    return float(min(count, 1) if case.wire != "fp32" else count)
+    return float(min(count, 1) if case.weighs_alike else count)
 
 
 # ── without torch ─────────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +216,8 @@ class _Replica:
         self.worker.finish_round()
         for one, gradient, handle in zip(self.tallies, gradients, handles, strict=True):
             if handle.weight > 0:
-                one.add(gradient * np.float32(handle.weight), self.case.least)
+                whole = _in_samples(gradient) if self.case.weighs_alike else gradient * np.float32(handle.weight)
+                one.add(whole, self.case.least)
         self.worker.boundary()
         return max(handle.weight for handle in handles)
 
@@ -277,10 +289,15 @@ class _Born:
         self.text = state["text"]
 
 
-def _in_samples(gradient: Count) -> Count:
-    """Return an update of local SGD, in samples: all contributions weigh the same, and most samples count once."""
-    there = -gradient[gradient < 0]
-    return -gradient / there.min() if there.size else -gradient
+def _in_samples(mean: Count) -> Count:
+    """Return an update in whole samples, of a mean of contributions that weigh alike.
+
+    In each row a sample that counted once has the least value. In a row that is cut, it is one over a whole number.
+    """
+    rows = mean.reshape(-1, CELLS)
+    least = np.where(rows > _LEAST_SHARE, rows, np.inf).min(axis=1, keepdims=True)
+    found: Count = np.rint(rows / least).astype(np.float32)
+    return found.reshape(-1)
 
 
 class _Network(nn.Module):
@@ -297,12 +314,13 @@ def _wrap(worker: gradserver.Worker, case: Case, chance: random.Random) -> tuple
     network = _Network(case)
     if case.kind == "job":
         model = gradserver.DistributedDataParallel(network, worker)
-        adding = _Adding(network.parameters(), lambda mean: mean * np.float32(model.total_weight), case.least)
+        update = _in_samples if case.weighs_alike else lambda mean: mean * np.float32(model.total_weight)
+        adding = _Adding(network.parameters(), update, case.least)
         return model, adding, adding
     inner, counting = torch.optim.SGD(network.parameters(), lr=1.0), []
 
     def outer(weights: list[nn.Parameter]) -> Optimizer:
-        counting.append(_Adding(weights, _in_samples, case.least))
+        counting.append(_Adding(weights, lambda mean: _in_samples(-mean), case.least))
         return counting[0]
 
     local = gradserver.LocalSGD(network, worker, inner, every=chance.randint(1, 3), outer=outer)
