@@ -192,7 +192,7 @@ class _Replica:
 
     def __init__(self, worker: gradserver.Worker, case: Case, place: Place) -> None:
         self.worker, self.case = worker, case
-        worker.agree(simple_plan([(f"b{rows}", rows * CELLS) for rows in case.rows], FLOAT32))
+        worker.agree(simple_plan([(f"b{part}", rows * CELLS) for part, rows in enumerate(case.rows)], FLOAT32))
         self.tallies = [Tally.empty(rows) for rows in case.rows]
         self.born = f"{place.phase}.{worker.epoch}"
         if worker.joins:
