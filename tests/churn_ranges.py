@@ -49,7 +49,7 @@ STRIKES: Final = 6
 MOST: Final = 6
 """Most workers at a time."""
 _BACK_SECONDS: Final = 8.0
-"""Time after which all workers are back. A group whose members are all away waits a minute for them."""
+"""Time after which all workers are back. A group waits a minute for its members if all are away."""
 SYNC: Final = (
     (),
     ("--quorum", "2", "--grace", "0.05", "--late", "drop"),
@@ -74,7 +74,7 @@ KINDS: Final = (
 _EXPECTED: Final = ("LeftOutError", "JoinRefusedError", "JoinTimeoutError")
 """Errors of workers that were frozen for too long, or come when the others have ended."""
 _AT_A_HALT: Final = ("WorkerLeftError", "WorkerLostError", "DeadlineError")
-"""Errors of workers whose group cannot go on without those that end, also when they have waited for others."""
+"""Errors of workers in a group that cannot go on without those that end, also when they have waited for others."""
 
 
 def draw(seed: int) -> Case:
