@@ -227,7 +227,7 @@ def test_a_batch_that_is_late_for_the_end_of_an_epoch_asks_no_more_than_workers_
         for (inputs,) in job.batches(DataLoader(data, sampler=sampler), epochs=3):
             model.set_weight(1.0)
             wait_until(lambda: is_over(worker.round), "the other one has closed the round")
-            model(inputs).square().mean().backward()  # type: ignore[no-untyped-call]
+            model(inputs).square().mean().backward()
             job.step()
         job.save()
         return worker.round, module.state_dict()

@@ -520,7 +520,7 @@ def test_what_a_round_used_up_is_used_again_when_that_is_made_again(
     if dies:
         positions.depart(1)
     positions.go_back(5)
-    assert use.done == ()
+    assert not use.done
     assert use.left == (((4, 10),) if dies else ((8, 10),))
     assert positions.awaits(5, {0})
     positions.used("data", 0, 0, 5, ((0, 3),), 5)
