@@ -4,6 +4,7 @@
 #   DEMO_ARGS="…"         options for `gradserver demo`
 #   TEST_ARGS="…"         options for pytest
 #   CHAOS_ARGS="…"        options for `gradserver chaos`
+#   CHURN_SECONDS=1200    time for courses of DataRanges in `make chaos-long`
 #   GPU_PYTHON=python3    the interpreter for `make gpu`, as it is: with torch, on a machine with a GPU
 #   GPU_ARGS="…"          options for `make gpu`, such as --only copies,overlap
 
@@ -12,6 +13,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
 GPU_ARGS ?=
+CHURN_SECONDS ?= 300
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,7 +63,7 @@ chaos: $(STAMP) ## Disturb three groups for a quarter of a minute each, and reco
 	$(BIN)/gradserver chaos --workers 6 --seconds 12 --least 3 --shards 3 --apart 4 --wire int8 $(CHAOS_ARGS)
 	$(BIN)/gradserver chaos --workers 4 --seconds 12 --least 2 --local nesterov --fragments 2 $(CHAOS_ARGS)
 
-chaos-long: $(STAMP) ## Disturb groups of each kind, for a minute each
+chaos-long: $(STAMP) ## Disturb groups of each kind for a minute each, and DataRanges for five in all modes
 	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 70 $(CHAOS_ARGS)
 	$(BIN)/gradserver chaos --workers 8 --seconds 60 --least 60 --shards 3 --apart 4 $(CHAOS_ARGS)
 	for mode in bounded async; do $(BIN)/gradserver chaos --mode $$mode --workers 6 --shards 2 --seconds 60 --every 1.5 \
@@ -73,6 +75,7 @@ chaos-long: $(STAMP) ## Disturb groups of each kind, for a minute each
 	  --every 1.5 --events kill,midpush,slow,join --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done
 	for plane in direct hierarchical; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 --every 1.5 \
 	  --events kill,midpush $(CHAOS_ARGS) || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.churn_ranges --seconds $(CHURN_SECONDS)
 
 kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of group, and compare the weights
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kills

@@ -12,8 +12,12 @@ from gradserver.protocol.errors import DisagreementError, GradServerError, Malfo
 from gradserver.protocol.messages import Failure, Membership, Result, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
 from gradserver.protocol.ranges import Ranges, count, pack, unpack
+from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
+from tests.sharded_crash_harness import Sharded
 from tests.sharded_harness import ShardedHarness
+from tests.test_shard_laws import small_shares
+from tests.test_sharded_crash_laws import give_all
 
 REGISTER = Register("data", 10, 17, True, 0, 0)
 
@@ -284,3 +288,38 @@ def test_a_claim_waits_until_all_that_counted_have_said_what_they_used(dies: boo
         use(harness, 1, 0, ((4, 6),))
     assert {type(message) for message, _ in harness.inbox[SEATS]} == {Claimed}
     assert count(harness.engine.control.groups["default"].leases.positions.use("data").done) == (4 if dies else 6)
+
+
+def test_samples_of_a_round_that_is_made_again_are_used_once() -> None:
+    """Test that a data shard is lost with all results of a round that is written down."""
+    with small_shares():
+        cluster = Sharded(1, [4, 4], [Step(), Step(section=1), Step()], 0, (0.0, 1.0), sections=(1, 1))
+        (member,) = cluster.members.values()
+        used = Used("data", 0, 0), pack(((0, 3),))
+        cluster.say_to(member, 0, REGISTER, b"")
+        cluster.say_to(member, 0, Claim("data", 1, 0, 4, 0))
+        assert [type(message) for message, _ in list(cluster.harness.waiting[member.lines[0]])[-2:]] == [
+            Located,
+            Claimed,
+        ]
+        for _ in range(2):
+            cluster.harness.waiting[member.lines[0]].pop()
+        positions = cluster.harness.engine.control.groups["default"].leases.positions
+        cluster.say_to(member, 0, *used)
+        give_all(cluster, member)
+        for process in cluster.harness.minds:
+            while cluster.harness.up[process]:
+                cluster.harness.pass_up(process)
+        assert positions.use("data").done == ((0, 3),)
+
+        cluster.break_line(0, False)
+        cluster.resume(member)
+        cluster.settle()
+        for place in (0, 1):
+            cluster.hold_at(member, place)
+        cluster.settle()
+        cluster.say_to(member, 0, *used)
+        assert positions.use("data").used == {(0, 0): ((0, 3),)}
+        cluster.run()
+        assert positions.use("data").done == ((0, 3),)
+        assert positions.use("data").held == {0: ((3, 4),)}

@@ -212,6 +212,37 @@ def handler(present: Any) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("late", ["keep", "drop"])
+def test_a_batch_that_is_late_for_the_end_of_an_epoch_asks_no_more_than_workers_without_one(
+    late: str, tmp_path: Path
+) -> None:
+    """Test that each round may close with the worker that has no batch, so that no batch is in it."""
+
+    def work(worker: Worker) -> tuple[int, dict[str, Any]]:
+        module = nn.Linear(3, 1)
+        model = DistributedDataParallel(module, worker)
+        data = TensorDataset(torch.ones(1, 3))
+        sampler = ShardSampler.for_worker(data, worker, uneven="keep")
+        job = Job(model, torch.optim.SGD(module.parameters(), lr=0.1), data=sampler, checkpoint=tmp_path, every=1)
+        for (inputs,) in job.batches(DataLoader(data, sampler=sampler), epochs=3):
+            model.set_weight(1.0)
+            wait_until(lambda: is_over(worker.round), "the other one has closed the round")
+            model(inputs).square().mean().backward()
+            job.step()
+        job.save()
+        return worker.round, module.state_dict()
+
+    with LocalCluster(2, backup=1, late=late, timeout=10.0) as cluster:
+
+        def is_over(number: int) -> bool:
+            group: dict[str, Any] = cluster.snapshot()["groups"]["local"]  # type: ignore[index]
+            return bool(group["round"] > number)
+
+        (first, weights), (second, others) = cluster.run(work)
+    assert first == second
+    assert same(weights, others)
+
+
 def test_sigterm_tells_every_job_once_and_a_second_one_ends_the_process() -> None:
     one, other = Stoppable(), Stoppable()
     with handler(signal.SIG_DFL):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.cluster import STARTED_WITHIN, Daemon, Program, wait_until
+from gradserver import Worker, connect
+from gradserver.protocol.channel import Receiver
+from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import CoordinatorUnreachableError
+from gradserver.protocol.plan import simple_plan
+from gradserver.worker.transport.tcp import TcpChannel
+from tests.cluster import PATIENCE, STARTED_WITHIN, Daemon, Program, Task, wait_until
 
 PROGRAM = Path(__file__).with_name("join_training.py")
 MIB_OF_FLOATS = 1 << 18
@@ -179,3 +187,82 @@ def test_the_others_do_not_wait_for_a_process_that_joins(channel: str, tmp_path:
     assert members
     for number in joined:
         assert joined[number][3] == rounds[number][3], "it had the same bits from the first round on"
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_learner_whose_coordinator_was_killed_asks_for_a_state_only_through_memory_that_the_next_one_sees(
+    shards: int, tmp_path: Path
+) -> None:
+    options = "--workers", "1:2", "--gather", "0", "--shards", str(shards), "--state-dir", str(tmp_path)
+    state, came, stop = np.arange(MIB_OF_FLOATS, dtype=np.float32), list[bool](), threading.Event()
+
+    def train(worker: Worker) -> None:
+        while not stop.is_set():
+            worker.push(0, np.ones(500, np.float32))
+            worker.finish_round()
+            worker.boundary()
+
+    def found(url: str) -> None:
+        with connect(url, name="founder", timeout=PATIENCE, channel="shm") as worker:
+            worker.agree(simple_plan([("b", 500)], FLOAT32))
+            worker.serve_state(lambda: {"state": state})
+            train(worker)
+
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(*options))
+        founder = Task(found, daemon.url)
+        wait_until(lambda: daemon.snapshot()["groups"] and daemon.group()["round"] > 1, "it trains")
+
+        def install(tree: Any) -> None:
+            came.append(np.array_equal(tree["state"], state))
+            if len(came) == 1:
+                daemon.send_signal(signal.SIGKILL)
+                daemon.end()
+                again = stack.enter_context(Program("-m", "gradserver", "serve", "--bind", daemon.url, *options))
+                again.expect("listening on ")
+
+        with connect(daemon.url, name="learner", timeout=PATIENCE, channel="shm") as worker:
+            worker.agree(simple_plan([("b", 500)], FLOAT32))
+            try:
+                worker.enter(install, waits=True)
+            finally:
+                stop.set()
+        founder.result()
+    assert came == [True, True]
+
+
+def test_a_learner_that_is_sent_to_a_data_shard_that_is_gone_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--workers", "1:2", "--gather", "0", "--shards", "2", "--state-dir", str(tmp_path)
+    stop, patience = threading.Event(), list[float]()
+    add = TcpChannel.add
+
+    def none_first(channel: TcpChannel, url: str, receiver: Receiver, timeout: float) -> None:
+        patience.append(timeout)
+        if len(patience) == 1:
+            raise CoordinatorUnreachableError(f"no data shard at {url}")
+        add(channel, url, receiver, timeout)
+
+    def found(url: str) -> None:
+        with connect(url, name="founder", timeout=PATIENCE) as worker:
+            worker.agree(simple_plan([("b", 500)], FLOAT32))
+            worker.serve_state(dict)
+            while not stop.is_set():
+                worker.push(0, np.ones(500, np.float32))
+                worker.finish_round()
+                worker.boundary()
+
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(*options))
+        founder = Task(found, daemon.url)
+        wait_until(lambda: daemon.snapshot()["groups"] and daemon.group()["round"] > 1, "it trains")
+        monkeypatch.setattr(TcpChannel, "add", none_first)
+        try:
+            with connect(daemon.url, name="learner", timeout=PATIENCE) as worker:
+                assert worker.joins
+        finally:
+            stop.set()
+        founder.result()
+    assert len(patience) == 2
+    assert max(patience) < 5.0, "it does not wait for its whole timeout: another one may take the shard's place"

@@ -481,3 +481,78 @@ def test_what_the_dead_used_in_an_open_round_is_left_by_what_is_written(position
     assert again.use("data").left == ((0, 4), (8, 10))
     assert again.use("data").held == {1: ((4, 8),)}
     again.validate()
+
+
+# ── rounds that are made again ────────────────────────────────────────────────────────────────────────
+
+
+def written(positions: Positions, ends: list[tuple[int, tuple[Committed, ...]]]) -> Positions:
+    """Return positions as a later control reads them: the first claims, and ends of rounds, one after the other."""
+    again = Positions()
+    again.register("data", Order(10, 17, True), 0, (), "w0")
+    for member_id in range(2):
+        number, epoch, ranges = positions.use("data").answers.get(member_id, (1, 0, ((4, 8),)))
+        again.restore(Claim("g", "data", member_id, number, epoch, ranges))
+    for end in ends:
+        again.restore_end(*end)
+    return again
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_round_used_up_is_used_again_when_that_is_made_again(
+    positions: Positions, dies: bool, restarts: bool
+) -> None:
+    """Test that all results of a round were lost with a data shard, and perhaps one of its members too."""
+    use = positions.use("data")
+    use.claim(0, 1, 0, 4)
+    use.claim(1, 1, 0, 4)
+    for member_id, ranges in enumerate([((0, 3),), ((4, 8),)]):
+        positions.begin_use("data", member_id, 2)
+        positions.used("data", 0, member_id, 5, ranges, 5)
+    ends = [(5, positions.commit(5, {0, 1}, {0: 1.0, 1: 1.0}, ()))]
+    if restarts:
+        positions = written(positions, ends)
+        positions.go_on(6)
+        use = positions.use("data")
+    assert use.done == ((0, 3), (4, 8))
+
+    if dies:
+        positions.depart(1)
+    positions.go_back(5)
+    assert not use.done
+    assert use.left == (((4, 10),) if dies else ((8, 10),))
+    assert positions.awaits(5, {0})
+    positions.used("data", 0, 0, 5, ((0, 3),), 5)
+    there = {0} if dies else {0, 1}
+    if not dies:
+        positions.used("data", 0, 1, 5, ((4, 8),), 5)
+    assert not positions.awaits(5, there)
+    ends.append((5, positions.commit(5, there, dict.fromkeys(there, 1.0), ())))
+    assert use.done == (((0, 3),) if dies else ((0, 3), (4, 8)))
+    assert use.held == {0: ((3, 4),)}
+    positions.validate()
+
+    last = written(positions, ends)
+    last.keep_only(there)
+    assert last.use("data").done == use.done
+    assert last.use("data").left == use.left
+    last.validate()
+
+
+def test_what_others_have_claimed_stays_theirs_when_a_round_is_made_again(positions: Positions) -> None:
+    use = positions.use("data")
+    for epoch in range(2):
+        use.claim(0, 1 + epoch, epoch, 10)
+        positions.used("data", epoch, 0, epoch, ((0, 10),), epoch)
+        positions.commit(epoch, {0}, {0: 1.0}, ())
+    assert use.claim(1, 1, 2, 3).epoch == 2
+    positions.depart(1)
+    positions.go_back(1)
+    assert (use.epoch, use.left, use.held) == (1, (), {0: ((0, 10),)})
+    positions.validate()
+    positions.depart(0)
+    assert use.claim(1, 2, 1, 4).ranges == ((0, 4),)
+    positions.go_back(0)
+    assert (use.epoch, use.left) == (0, ((0, 10),))
+    positions.validate()

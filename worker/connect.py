@@ -55,6 +55,10 @@ _SETTLING_SECONDS = 2.0
 """Seconds until the coordinator would notice that this process froze. It takes 0.2 s if neither side is busy."""
 _AGAIN_SECONDS = 0.1
 """Seconds between two attempts to join."""
+_SHARD_SECONDS = 3.0
+"""Seconds that a data shard has to answer a learner. Another one may take its place, which the next Welcome names."""
+_INTERRUPTED = ConnectionLostError, LeftOutError, ClosedError, CoordinatorUnreachableError
+"""Errors with which a learner joins again."""
 _ASKING_SECONDS = 0.5
 """Seconds that a listener which breaks a connection without a word may take to say what it is."""
 # Of torchrun and `gradserver run`, Open MPI, MPICH and Intel MPI, Slurm. Processes of an mpirun within a Slurm job
@@ -255,8 +259,10 @@ def join(wish: Wish) -> Worker:
             break
         except BaseException as error:
             session.close("it could not join")
-            ended = isinstance(error, (ConnectionLostError, LeftOutError, ClosedError))
-            if not (ended and session.membership.joins) or time.monotonic() + _AGAIN_SECONDS >= until:
+            if (
+                not (isinstance(error, _INTERRUPTED) and session.membership.joins)
+                or time.monotonic() + _AGAIN_SECONDS >= until
+            ):
                 raise
             log.warning("%s; joining again", error)
         time.sleep(_AGAIN_SECONDS)
@@ -337,6 +343,8 @@ def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
 
 def _attend_shards(connection: TcpChannel, session: Session, until: float) -> None:
     """Connect to each further data shard of the group, until ``until``, but for a second each at least."""
+    if session.membership.joins:
+        until = min(until, time.monotonic() + _SHARD_SECONDS)
     for number, url in enumerate(session.membership.shards, 1):
         connection.add(url, ShardReceiver(session, number), max(until - time.monotonic(), 1.0))
         left = max(until - time.monotonic(), 1.0)

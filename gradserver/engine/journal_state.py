@@ -151,8 +151,7 @@ class GroupState:
             case Round(_, epoch, done):
                 self._latest.pop(Boundary, None)
                 self._forget_cuts_behind(done.round)
-                for used_up in record.used_up:
-                    self.positions.restore(used_up)
+                self.positions.restore_end(done.round, record.used_up)
                 self._end(done.round, epoch)
             case Boundary(_, number, epoch):
                 self._end(number, epoch)

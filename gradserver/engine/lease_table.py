@@ -17,6 +17,7 @@ A position's life:
     USED   … but all that the member gave had come by then   DONE   it does not hear that it was late
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
+    DONE   round n is made again: no member has its end      HELD   or LEFT, if the member that used it is gone
     DONE   all are, and a member claims of the next epoch    LEFT
 
 So a member and this table agree about what it holds at any time, but for what is on its way.
@@ -40,11 +41,13 @@ engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
+from gradserver.engine.ends import MAX_CUTS
 from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
 from gradserver.protocol.limits import MAX_DATA, MAX_RANGES
 from gradserver.protocol.ranges import Ranges, both, count, lowest, minus, union
@@ -212,6 +215,8 @@ class Positions:
         self.users: dict[tuple[str, int], int] = {}
         self._said: dict[tuple[str, int], int] = {}
         """The last round of which each member has said so."""
+        self._ends: deque[tuple[int, tuple[Committed, ...]]] = deque(maxlen=MAX_CUTS)
+        """Rounds that are over, and what each used up, as they may be made again."""
 
     def register(self, name: str, order: Order, epoch: int, done: Ranges, user: str) -> Use:
         """Register a ``user`` of data. It goes on where ``epoch`` and ``done`` say, unless the group is elsewhere.
@@ -297,7 +302,27 @@ class Positions:
                     found.append(Committed(use.name, use.epoch, member_id, member_id in partly, ranges))
                 else:
                     use.left = union(use.left, ranges)
+        self._ends.append((round_number, tuple(found)))
         return tuple(found)
+
+    def go_back(self, round_number: int) -> None:
+        """Take back what ``round_number`` and later rounds have used up: they are made again.
+
+        Members that are there say again what they used. What others have claimed meanwhile stays theirs.
+        """
+        while self._ends and self._ends[-1][0] >= round_number:
+            for name, epoch, member_id, _, ranges in self._ends.pop()[1]:
+                if (use := self.uses.get(name)) is None:
+                    continue
+                if use.epoch > epoch:  # members that had heard of the end, and began the next epoch, are gone
+                    use.epoch, use.left, use.held, use.used = epoch, (), {}, {}
+                back = both(ranges, use.done)
+                if member_id in use.answers:
+                    _set(use.held, member_id, union(use.held.get(member_id, ()), back))
+                else:
+                    use.left = union(use.left, back)
+        self.users = {user: min(first, round_number) for user, first in self.users.items()}
+        self._said = {user: min(last, round_number - 1) for user, last in self._said.items()}
 
     def depart(self, member_id: int) -> None:
         """Leave to the others what ``member_id`` held, but for what it used in rounds that are not over: it is gone.
@@ -318,6 +343,13 @@ class Positions:
     def states(self, group: str) -> list[Data]:
         """All of it, to be written down."""
         return [use.state(group) for use in self.uses.values()]
+
+    def restore_end(self, round_number: int, used_up: tuple[Committed, ...]) -> None:
+        """Take what was written of the end of a round, which may be written for the second time."""
+        self.go_back(round_number)
+        for committed in used_up:
+            self.restore(committed)
+        self._ends.append((round_number, used_up))
 
     def restore(self, record: Data | Claim | Committed) -> None:
         """Go on from what was written down, record after record; what is used in rounds that are not over is held."""

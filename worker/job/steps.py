@@ -108,11 +108,13 @@ class GradientSteps(Steps):
         (part,) = chosen(self._parts, models)
         if not part.synchronous.exchanged:
             return  # its cadence, or `no_sync`, has accumulated the gradients
-        self._saving.ask()
-        if part.synchronous.has_update:
-            self._apply(before, after)
-        else:
+        if not part.synchronous.has_update:  # it was late, and no other had a batch: these step, and ask, no more
             part.clear()
+            self._catch_up(before, after)
+            self._worker.boundary()
+            return
+        self._saving.ask()
+        self._apply(before, after)
         self._catch_up(before, after)
         if self._position is not None:
             self._position.count()

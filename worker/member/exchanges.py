@@ -91,6 +91,12 @@ class Exchanges:
         """Go by ``channel`` from now on, and keep results in ``inventory``."""
         self._channel, self.slots, self.inventory = channel, slots, inventory
 
+    def forget_memory(self) -> None:
+        """Give up slots and regions: a coordinator may still write there, and another one cannot."""
+        self.slots.forget()
+        if self.inventory is not None:
+            self.inventory.regions.forget()
+
     def welcomed(self, welcome: Welcome) -> None:
         """Begin with as many data shards and members as the coordinator says."""
         self.table = Table(len(welcome.names), welcome.rates, welcome.mean.unit, welcome.grain)

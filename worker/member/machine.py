@@ -154,8 +154,10 @@ class Member:
     def join_anew(self) -> None:
         """Forget what this worker was told of the group that it was about to join. What it asked for it asks for again.
 
-        What comes of a state meanwhile has ended with the connection.
+        What comes of a state meanwhile has ended with the connection. So have slots and regions: memory that one
+        coordinator could write to, another one never sees.
         """
+        self.exchanges.forget_memory()
         self.exchanges.fail_states(WorkerLostError(NOT_SENT), MAX_COUNTER)
         self.learner.begin_anew()
         self.rounds.join_anew()

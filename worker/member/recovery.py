@@ -166,8 +166,7 @@ class Recovery:
         if self._member.identity.membership.late:
             self._begin_again(shard, number)
         if all(other.held for other in exchanges.shards):  # the first of them to say so
-            exchanges.slots.forget()
-            inventory.regions.forget()
+            exchanges.forget_memory()
         for exchange in [exchange for exchange in shard.exchanges.values() if exchange.dropped]:
             exchanges.void(exchange)
         self.again += sum(exchange.rewind() for exchange in shard.exchanges.values())

@@ -247,7 +247,7 @@ def complete(event: Event) -> None:
         group.recovery.note_made(report.record.round)
     done = count_round(group, event.source, report)
     if done is not None:
-        rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told, event.effects)
+        rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told)
         watching.compare(event.registry, group, done.record, done.figures, event.effects)
 
 

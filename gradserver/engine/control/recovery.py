@@ -59,7 +59,7 @@ def caught_up(group: Group, report: CaughtUp, source: int, effects: Effects) -> 
     number = report.round - 1
     written = group.rounds.ends.behind(number)
     epoch = group.members.epoch if written is None else written
-    group.rounds.begin(report.round)
+    _begin_round(group, report.round)
     here = [member_id for member_id in report.member_ids if member_id in group.members.by_id]
     for member_id in here:
         effects.send(group.members.by_id[member_id].connection, RoundDone(number, epoch))
@@ -80,7 +80,7 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
         group.requests.note_begun(report.round)
     if not group.recovery.standing:
         _check(group, report)
-        group.rounds.begin(report.round)
+        _begin_round(group, report.round)
         again = group.policy.lateness is not None and report.round <= group.rounds.told[0] and group.plans.is_lossy
         if group.recovery.note_loss() or again:  # not later: the round may be over before all shards have said so
             journal.reset(group, effects)
@@ -89,6 +89,13 @@ def recovered(group: Group, report: Recovered, source: int, effects: Effects) ->
         return
     group.recovery.end(group.rounds.number)
     effects.log(f"group {group.name!r}: {len(group.members.by_id)} workers go on with round {group.rounds.number}")
+
+
+def _begin_round(group: Group, number: int) -> None:
+    """Open round ``number``. If that is an earlier one, it is made again, with the samples that it had used up."""
+    if number < group.rounds.number:
+        group.leases.positions.go_back(number)
+    group.rounds.begin(number)
 
 
 def _check(group: Group, report: CaughtUp | Recovered) -> None:

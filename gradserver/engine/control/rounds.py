@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from gradserver.engine.control import audits, donations, journal, learners, leases, slow, turns
 from gradserver.engine.control.group import Group
+from gradserver.engine.control.group.rounds import Complete
 from gradserver.engine.effects import Effects
 from gradserver.engine.ends import MAX_CUTS
 from gradserver.engine.orders import CutRound
@@ -30,27 +31,24 @@ from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.offers import pack_offers
 
 
-def completed(group: Group, record: RoundRecord, adopted: bool, told: bool, effects: Effects) -> None:
+def completed(group: Group, record: RoundRecord, adopted: bool, told: bool) -> None:
     """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before.
 
     Members may have been ``told`` that it is over, by its last results.
     """
-    if adopted and _is_written(group, record):
-        _hold(group, record, True, effects)
-        return
-    group.rounds.complete(record, told)
+    group.rounds.complete(Complete(record, told, adopted))
 
 
 def is_settled(group: Group) -> bool:
     """Tell whether, of the first round that is complete, each member that counted has said what it used."""
-    record, _ = group.rounds.unsettled[0]
+    record = group.rounds.unsettled[0].record
     counted = [member_id for member_id in group.contributors if record.weights[member_id] > 0] if group.shards else ()
     return not group.leases.positions.awaits(record.round, counted)
 
 
 def settle(group: Group, effects: Effects) -> None:
     """Commit what was used in the first round that `is_settled`, and write it down."""
-    _over(group, *group.rounds.next_settled(), effects)
+    _over(group, group.rounds.next_settled(), effects)
 
 
 def settle_all(group: Group, effects: Effects) -> None:
@@ -59,10 +57,14 @@ def settle_all(group: Group, effects: Effects) -> None:
         settle(group, effects)
 
 
-def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> None:
+def _over(group: Group, complete: Complete, effects: Effects) -> None:
+    record = complete.record
     weights = dict(enumerate(record.weights))
     late = group.rounds.late.get(record.round, ())
     used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record), late)
+    if complete.adopted and _is_written(group, record):
+        _hold(group, record, True, effects)
+        return
     compared = group.leases.audits.settle(record, used_up, group.policy.audit, group.plans.plan)
     record = turns.timed(group, audits.settled(record, compared))
     again = group.rounds.told[0] >= record.round
@@ -70,7 +72,7 @@ def _over(group: Group, record: RoundRecord, told: bool, effects: Effects) -> No
     slow.look(group, record.completed, effects)
     if group.rounds.empty.note(record):
         effects.log(_why_empty(group), warning=True)
-    if told:
+    if complete.told:
         group.rounds.end(record.round)
         _begin_next(group, record, effects)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gradserver.engine.control.group.empty import Empty
 from gradserver.engine.ends import MAX_CUTS, Ends
@@ -19,6 +19,19 @@ _SHOWN: Final = ("round", "weights", "opened", "completed", "last", "cut")
 """Fields of the last round that the status shows."""
 
 
+class Complete(NamedTuple):
+    """A round that all shards are done with.
+
+    Attributes:
+        told: True if it is over for members, as its last results said so.
+        adopted: True if its results are those from before a recovery: it may be written down already.
+    """
+
+    record: RoundRecord
+    told: bool
+    adopted: bool
+
+
 @dataclass(slots=True)
 class Rounds:
     """Rounds of one group.
@@ -27,8 +40,7 @@ class Rounds:
         number: the open round.
         held: a complete round that is not over for members: a shard has yet to go by a change, or too few are left.
         held_again: True if a member may have heard before that this round is over, and be in the next one.
-        unsettled: rounds that all shards are done with and that are not written down. True with a round that is over
-            for members, as its last results said so.
+        unsettled: rounds that all shards are done with and that are not written down.
         late: members that a round was closed without, by its number.
         paused: time since which too few workers are left; None while there are enough.
         ends: which rounds are over, and the epoch in force behind each, as they are written down.
@@ -39,7 +51,7 @@ class Rounds:
     number: int = 0
     held: RoundRecord | None = None
     held_again: bool = False
-    unsettled: deque[tuple[RoundRecord, bool]] = field(default_factory=deque)
+    unsettled: deque[Complete] = field(default_factory=deque)
     late: dict[int, set[int]] = field(default_factory=dict)
     paused: float | None = None
     ends: Ends = field(default_factory=Ends)
@@ -60,11 +72,11 @@ class Rounds:
         """
         return max(self.number, self.told[0] + 1)
 
-    def complete(self, record: RoundRecord, told: bool) -> None:
-        """Take a round that all shards are done with. Members may have been ``told`` that it is over."""
-        self.unsettled.append((record, told))
+    def complete(self, complete: Complete) -> None:
+        """Take a round that all shards are done with."""
+        self.unsettled.append(complete)
 
-    def next_settled(self) -> tuple[RoundRecord, bool]:
+    def next_settled(self) -> Complete:
         """Take the first round that is complete out of the list."""
         return self.unsettled.popleft()
 
