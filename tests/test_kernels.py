@@ -659,7 +659,7 @@ def test_command_says_where_kernels_are_and_that_they_cannot_be_written(
 
 @pytest.mark.long
 def test_installed_kernels_are_those_that_run(tmp_path: Path) -> None:
-    """Compile beside a copy of the package, and load them as another user would, who cannot write there."""
+    """Compile beside a copy of the package, and load them as another user would: by a copy."""
     root = Path(cache.__file__).resolve().parents[2]
     for name in ("gradserver", "protocol", "worker"):
         shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("machine_code"))

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -165,7 +166,7 @@ class Reduction:
         else:
             self._wait_for_gloo(timeout)
         if self._is_done:
-            self._work.wait()  # raises what made it fail
+            self._under_way().wait()  # raises what made it fail
         elif self._signal.error is not None:
             raise self._signal.error.again()
 
@@ -175,12 +176,25 @@ class Reduction:
         Most reductions are done when they are waited for. The others alone call back: Python in a thread of gloo would
         take the interpreter's lock from the computation.
         """
-        future = self._work.get_future()
+        future = self._under_way().get_future()
         if not future.done():
             future.add_done_callback(lambda _: self._signal.wake())
             if not self._signal.wait_until(future.done, timeout):
                 raise TimeoutError(f"a reduction is not done after {timeout:g} s")
         self._is_done = future.done()
+
+    def _under_way(self) -> Any:
+        work = self._work
+        if work is None:
+            raise RuntimeError("the communicators of this epoch were given up")
+        return work
+
+    def give_up(self) -> None:
+        """Free the connections, which a reduction of gloo keeps open as long as there is anything that refers to it.
+
+        The other members' reductions fail then, instead of waiting for this member until their time is up.
+        """
+        self._work = None
 
     def _wait_for_event(self, timeout: float) -> None:
         """Wait for the device. What interrupts the wait aborts NCCL, and so ends it."""
@@ -213,6 +227,7 @@ class Communicator:
     ) -> None:
         self._address, self._name, self._rank, self._world = store, name, rank, world
         self._devices: dict[str, list[torch.device]] = {}
+        self._reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
         for device in sorted(set(devices), key=lambda one: (one.type, one.index or 0)):
             self._devices.setdefault(device.type, []).append(device)
         self._queues: dict[torch.device, _Queue | None] = {}
@@ -310,26 +325,26 @@ class Communicator:
     def all_gather(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
         """Begin to put every member's ``tensor`` into ``rows``, one behind the other."""
         work = self._call("_allgather_base", tensor, rows, tensor, _C10D.AllgatherOptions())
-        return Reduction(work, rows, signal, self._queue(rows.device))
+        return self._reduction(work, rows, signal)
 
     def all_to_all(self, rows: Tensor, tensor: Tensor, signal: Signal) -> Reduction:
         """Begin to give each member its part of ``tensor``, and to put their parts for this one into ``rows``."""
         work = self._call("alltoall_base", tensor, rows, tensor, [], [], dist.AllToAllOptions())
-        return Reduction(work, rows, signal, self._queue(rows.device))
+        return self._reduction(work, rows, signal)
 
     def gather(self, tensor: Tensor, rows: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
         """Begin to put every member's ``tensor`` into the ``rows`` of ``rank``; the others have none."""
         options = dist.GatherOptions()
         options.rootRank = rank
         work = self._call("gather", tensor, [] if rows is None else [rows], [tensor], options)
-        return Reduction(work, rows[0] if rows else tensor, signal, self._queue(tensor.device))
+        return self._reduction(work, rows[0] if rows else tensor, signal)
 
     def scatter(self, tensor: Tensor, parts: list[Tensor] | None, rank: int, signal: Signal) -> Reduction:
         """Begin to replace ``tensor`` by the one of the ``parts`` that ``rank`` has for this member."""
         options = dist.ScatterOptions()
         options.rootRank = rank
         work = self._call("scatter", tensor, [tensor], [] if parts is None else [parts], options)
-        return Reduction(work, tensor, signal, self._queue(tensor.device))
+        return self._reduction(work, tensor, signal)
 
     def send(self, tensor: Tensor, rank: int, number: int) -> object:
         """Begin to send ``tensor`` to ``rank`` under a ``number`` of 31 bits. Keep what is returned meanwhile."""
@@ -342,7 +357,12 @@ class Communicator:
 
     def _begin(self, what: str, tensor: Tensor, sent: Tensor, options: Any, signal: Signal) -> Reduction:
         work = self._call(what, tensor, [sent], options)
-        return Reduction(work, tensor, signal, self._queue(tensor.device))
+        return self._reduction(work, tensor, signal)
+
+    def _reduction(self, work: Any, tensor: Tensor, signal: Signal) -> Reduction:
+        begun = Reduction(work, tensor, signal, self._queue(tensor.device))
+        self._reductions.add(begun)
+        return begun
 
     def _call(self, what: str, tensor: Tensor, *arguments: Any) -> Any:
         """Call method ``what`` of the group for the device of ``tensor``."""
@@ -367,6 +387,8 @@ class Communicator:
         with self._lock:
             groups = {**self._begun, **self._groups}
             self._groups, self._begun, self._given_up = {}, {}, True
+        for begun in list(self._reductions):
+            begun.give_up()
         # NCCL may take its time. Gloo's destructor waits for its threads, which may wait for a member that is stopped.
         # Nothing here refers to a group by itself, so that destructors run in the thread that clears.
         if groups:
