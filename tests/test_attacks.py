@@ -206,10 +206,11 @@ def exchange_at(url: str, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("limit", [40, 46, 58])
+@pytest.mark.parametrize("limit", [40, 50, 58])
 def test_a_coordinator_with_few_descriptors_refuses_workers_and_serves_the_others(limit: int) -> None:
     code = FEW_DESCRIPTORS.replace("200", str(limit)).replace('"--quiet"', '"--workers", "6"')
-    with Program("-c", code, loaded="") as daemon:
+    none = {"GRADSERVER_KERNELS": "numpy"}  # a thread that loads them has files open, for a moment
+    with Program("-c", code, loaded="", environment=none) as daemon:
         url = daemon.expect("listening on ")
         errors = [task.result() for task in [Task(exchange_at, url, f"w{rank}") for rank in range(6)]]
         assert fetch(url)["url"] == url  # it lives
