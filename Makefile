@@ -126,6 +126,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt hatchling
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev,docs,demo,fast]'
 	@$(BIN)/python -m compileall -q gradserver protocol worker  # pip does this, but not for a checkout
+	@echo "Compiling kernels, half a minute at most."
 	@$(BIN)/gradserver kernels compile
 	@touch $@
 	@echo "Done. For the command gradserver in this terminal: . $(BIN)/activate"

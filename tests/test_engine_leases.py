@@ -17,7 +17,7 @@ from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
 from tests.sharded_crash_harness import Sharded
 from tests.sharded_harness import ShardedHarness
 from tests.test_shard_laws import small_shares
-from tests.test_sharded_crash_laws import give_all
+from tests.test_sharded_crash_laws import come_back, give_all, let_shards_report
 
 REGISTER = Register("data", 10, 17, True, 0, 0)
 
@@ -307,16 +307,10 @@ def test_samples_of_a_round_that_is_made_again_are_used_once() -> None:
         positions = cluster.harness.engine.control.groups["default"].leases.positions
         cluster.say_to(member, 0, *used)
         give_all(cluster, member)
-        for process in cluster.harness.minds:
-            while cluster.harness.up[process]:
-                cluster.harness.pass_up(process)
+        let_shards_report(cluster)
         assert positions.use("data").done == ((0, 3),)
 
-        cluster.break_line(0, False)
-        cluster.resume(member)
-        cluster.settle()
-        for place in (0, 1):
-            cluster.hold_at(member, place)
+        come_back(cluster, member, (0, 1))
         cluster.settle()
         cluster.say_to(member, 0, *used)
         assert positions.use("data").used == {(0, 0): ((0, 3),)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -115,17 +115,11 @@ def test_a_round_that_is_done_again_is_over_when_the_coordinator_says_so_again(t
     cluster = Sharded(1, [4, 4], [Step(), Step(section=1), Step()], 0, (0.0, 1.0), sections=(1, 1))
     (member,) = cluster.members.values()
     give_all(cluster, member)
-    for process in cluster.harness.minds:
-        while cluster.harness.up[process]:
-            cluster.harness.pass_up(process)
+    let_shards_report(cluster)
     assert cluster.harness.waiting[member.lines[0]], "the coordinator says that the round is over"
     while cluster.harness.waiting[member.lines[0]]:
         cluster.read_line(member, 0)
-    cluster.break_line(0, False)
-    cluster.resume(member)
-    cluster.settle()
-    for place in (0, 1):
-        cluster.hold_at(member, place)
+    come_back(cluster, member, (0, 1))
     cluster.settle()
     give_all(cluster, member)
     while cluster.harness.waiting[member.lines[1]]:
@@ -137,6 +131,22 @@ def test_a_round_that_is_done_again_is_over_when_the_coordinator_says_so_again(t
     cluster.run()
 
     nothing_was_lost(cluster, 1)
+
+
+def let_shards_report(cluster: Sharded) -> None:
+    """Deliver all that shards have said to the coordinator."""
+    for process in cluster.harness.minds:
+        while cluster.harness.up[process]:
+            cluster.harness.pass_up(process)
+
+
+def come_back(cluster: Sharded, member: Spread, places: Sequence[int]) -> None:
+    """Let the first member lose its connections, resume, and say at ``places`` what it holds."""
+    cluster.break_line(0, False)
+    cluster.resume(member)
+    cluster.settle()
+    for place in places:
+        cluster.hold_at(member, place)
 
 
 def give_all(cluster: Sharded, member: Spread) -> None:
@@ -280,11 +290,7 @@ def test_a_learner_that_leaves_in_a_recovery_sets_no_member_back(first: int) -> 
     for place in (1, 2):
         while harness.waiting[member.lines[place]]:
             cluster.read_line(member, place)
-    cluster.break_line(0, False)
-    cluster.resume(member)
-    cluster.settle()
-    for place in (0, 1, 2):
-        cluster.hold_at(member, place)
+    come_back(cluster, member, (0, 1, 2))
     harness.feed(Received(line, Leave("it has changed its mind")))
     shards = sorted(harness.minds, reverse=bool(first))
     for shard in shards:

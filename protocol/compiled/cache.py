@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
     if (found := own()) is not None:
         yield found
         return
-    import tempfile  # imported here: where a home can be written, this is not needed
+    import tempfile  # imported here: as in `own`
 
     path = Path(tempfile.mkdtemp(prefix="gradserver-kernels-"))
     try:
@@ -51,11 +51,12 @@ def directory() -> Iterator[Path]:
 
 def own() -> Path | None:
     """Find this user's directory; None if there is no place for it that other users cannot write."""
-    import tempfile  # imported here: as above
+    import tempfile  # imported here: a process has to listen first
 
+    name = _name()
     chosen = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(chosen).absolute() / "gradserver", Path(tempfile.gettempdir()) / f"gradserver-{os.geteuid()}"):
-        if (found := _ours(folder / _name())) is not None:
+        if (found := _ours(folder / name)) is not None:
             return found
     return None
 
@@ -65,21 +66,19 @@ def installed() -> Path:
     return _PACKAGE / "machine_code" / _name()
 
 
-def install() -> Path:
-    """Fill the directory beside the package, and return it.
+def install(path: Path) -> None:
+    """Fill ``path``, the directory that is `installed`, for all users.
 
     Raises:
         OSError: this user cannot write there.
         BackendUnavailableError: the kernels cannot be compiled.
     """
-    path = installed()
     path.mkdir(mode=0o755, parents=True, exist_ok=True)
     fill(path)
     for folder in (path.parent, path):
         folder.chmod(0o755)
     for file in path.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)  # whatever the umask: it is code as the package's own
-    return path
 
 
 def fill(directory: Path) -> None:

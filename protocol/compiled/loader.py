@@ -28,6 +28,7 @@ from gradserver.protocol.errors import BackendUnavailableError, InvalidArgumentE
 VARIABLE: Final = "GRADSERVER_KERNELS"
 AUTO, NUMPY, COMPILED = "auto", "numpy", "compiled"
 INSTALL: Final = "pip install 'gradserver[fast]'"
+_MISSING: Final = f"numba is not installed: {INSTALL}"
 _REMEDY: Final = f"install a version of numba that fits ({INSTALL}), or set {VARIABLE}={NUMPY} to do without"
 _DENIED: Final = (
     "the system denies this process executable memory, as systemd does with MemoryDenyWriteExecute=yes. Leave that out "
@@ -91,7 +92,7 @@ class _Loader:
 
     def _run(self) -> None:
         if importlib.util.find_spec("numba") is None:
-            self.standing = Standing(NUMPY, f"numba is not installed: {INSTALL}")
+            self.standing = Standing(NUMPY, _MISSING)
             return
         self._is_loading, began, interval = True, time.monotonic(), sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -202,7 +203,7 @@ def compile_ahead(for_all: bool) -> str:
         BackendUnavailableError: they cannot be compiled, or there is no place for them.
     """
     if importlib.util.find_spec("numba") is None:
-        raise BackendUnavailableError(f"kernels cannot be compiled: numba is not installed: {INSTALL}")
+        raise BackendUnavailableError(f"kernels cannot be compiled: {_MISSING}")
     began = time.monotonic()
     path = cache.installed() if for_all else cache.own()
     if path is None:
@@ -213,7 +214,7 @@ def compile_ahead(for_all: bool) -> str:
         return f"kernels are compiled already, in {path}"
     try:
         if for_all:
-            cache.install()
+            cache.install(path)
         else:
             cache.fill(path)
     except OSError as error:

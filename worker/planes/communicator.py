@@ -161,33 +161,30 @@ class Reduction:
             RuntimeError: the reduction failed, as torch says it.
             TimeoutError: it is not done in time.
         """
+        work = self._work
+        if work is None:
+            raise _given_up()
         if self._event is not None:
             self._wait_for_event(timeout)
         else:
-            self._wait_for_gloo(timeout)
+            self._wait_for_gloo(work, timeout)
         if self._is_done:
-            self._under_way().wait()  # raises what made it fail
+            work.wait()  # raises what made it fail
         elif self._signal.error is not None:
             raise self._signal.error.again()
 
-    def _wait_for_gloo(self, timeout: float) -> None:
+    def _wait_for_gloo(self, work: Any, timeout: float) -> None:
         """Wait until gloo is done. Its future says so before ``is_completed`` is true.
 
         Most reductions are done when they are waited for. The others alone call back: Python in a thread of gloo would
         take the interpreter's lock from the computation.
         """
-        future = self._under_way().get_future()
+        future = work.get_future()
         if not future.done():
             future.add_done_callback(lambda _: self._signal.wake())
             if not self._signal.wait_until(future.done, timeout):
                 raise TimeoutError(f"a reduction is not done after {timeout:g} s")
         self._is_done = future.done()
-
-    def _under_way(self) -> Any:
-        work = self._work
-        if work is None:
-            raise RuntimeError("the communicators of this epoch were given up")
-        return work
 
     def give_up(self) -> None:
         """Free the connections, which a reduction of gloo keeps open as long as there is anything that refers to it.
@@ -228,6 +225,7 @@ class Communicator:
         self._address, self._name, self._rank, self._world = store, name, rank, world
         self._devices: dict[str, list[torch.device]] = {}
         self._reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        """Those that anything refers to."""
         for device in sorted(set(devices), key=lambda one: (one.type, one.index or 0)):
             self._devices.setdefault(device.type, []).append(device)
         self._queues: dict[torch.device, _Queue | None] = {}
@@ -361,7 +359,10 @@ class Communicator:
 
     def _reduction(self, work: Any, tensor: Tensor, signal: Signal) -> Reduction:
         begun = Reduction(work, tensor, signal, self._queue(tensor.device))
-        self._reductions.add(begun)
+        with self._lock:
+            self._reductions.add(begun)
+            if self._given_up:  # meanwhile, by another thread
+                begun.give_up()
         return begun
 
     def _call(self, what: str, tensor: Tensor, *arguments: Any) -> Any:
@@ -370,7 +371,7 @@ class Communicator:
             try:
                 call = getattr(self._groups[tensor.device.type], what)
             except KeyError:  # another thread has given up
-                raise RuntimeError("the communicators of this epoch were given up") from None
+                raise _given_up() from None
             try:
                 return call(*arguments)
             finally:
@@ -387,12 +388,16 @@ class Communicator:
         with self._lock:
             groups = {**self._begun, **self._groups}
             self._groups, self._begun, self._given_up = {}, {}, True
-        for begun in list(self._reductions):
-            begun.give_up()
+            for begun in self._reductions:
+                begun.give_up()
         # NCCL may take its time. Gloo's destructor waits for its threads, which may wait for a member that is stopped.
         # Nothing here refers to a group by itself, so that destructors run in the thread that clears.
         if groups:
             in_background(_end, "give-up", groups, self._calling)
+
+
+def _given_up() -> RuntimeError:
+    return RuntimeError("the communicators of this epoch were given up")
 
 
 def _end(groups: dict[str, Any], calling: threading.Lock) -> None:

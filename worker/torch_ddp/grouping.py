@@ -56,13 +56,11 @@ def group_parameters(
         InvalidArgumentError: no parameter requires a gradient, or one cannot be exchanged; names it.
     """
     check_module(module, ignored)
-    trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
+    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
     named = [(n, p) for n, p in trained if is_exchangeable(n, p)]
     if not named:
-        empty = [
-            name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in ignored
-        ]
-        but = f" but {', '.join(map(repr, empty[:4]))}, without elements" if empty else ""
+        empty = ", ".join(repr(name) for name, _ in trained[:4])
+        but = f" but {empty}, without elements" if empty else ""
         raise InvalidArgumentError(
             f"this module has no parameter that requires a gradient{but}: there is nothing to exchange. Use the module "
             f"without a wrapper, or unfreeze a part of it before wrapping it"

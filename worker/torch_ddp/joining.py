@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from gradserver.protocol.errors import DivergedError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.member.learner import Stage
-from gradserver.worker.torch_ddp.alike import digest_of_all, gather
+from gradserver.worker.torch_ddp.alike import digest_of_all, gather, named
 from gradserver.worker.torch_ddp.buckets import GradientBucket
 
 _SAMPLED: Final = 64
@@ -123,8 +123,8 @@ def check_alike(worker: Worker, module: nn.Module, ignored: Collection[str], opt
         if others:
             like = next(rank for rank in compared if column[rank] == usual)
             raise DivergedError(
-                f"at the end of model.join() the {what} of {_named(worker, others)} are not those of "
-                f"{_named(worker, [like])}. The loop does more to weights than optimizer.step(): it "
+                f"at the end of model.join() the {what} of {named(worker.names, others)} are not those of "
+                f"{named(worker.names, [like])}. The loop does more to weights than optimizer.step(): it "
                 f"clips gradients or weights, say, or steps a scheduler. {_REMEDY}"
             )
 
@@ -142,7 +142,3 @@ def _options(optimizers: Sequence[Optimizer]) -> str:
         for group in ({**group, "params": 0} for one in optimizers for group in one.param_groups)
     )
     return hashlib.sha256("\n".join(told).encode()).hexdigest()
-
-
-def _named(worker: Worker, ranks: Sequence[int]) -> str:
-    return ", ".join(f"{worker.names[rank]!r} (rank {rank})" for rank in ranks)

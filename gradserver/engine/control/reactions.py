@@ -26,6 +26,7 @@ from gradserver.engine.control import (
     watching,
 )
 from gradserver.engine.control.group import HERE, Applicant, Group, State
+from gradserver.engine.control.group.rounds import Complete
 from gradserver.engine.control.registry import Registry
 from gradserver.engine.control.round_reports import count_round
 from gradserver.engine.effects import Effects
@@ -247,7 +248,8 @@ def complete(event: Event) -> None:
         group.recovery.note_made(report.record.round)
     done = count_round(group, event.source, report)
     if done is not None:
-        rounds.completed(group, done.record, group.recovery.made < done.record.round, done.told)
+        adopted = group.recovery.made < done.record.round
+        group.rounds.complete(Complete(done.record, done.told, adopted))
         watching.compare(event.registry, group, done.record, done.figures, event.effects)
 
 

@@ -31,14 +31,6 @@ from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.offers import pack_offers
 
 
-def completed(group: Group, record: RoundRecord, adopted: bool, told: bool) -> None:
-    """All shards are done with a round. One that was ``adopted`` may be written down already, as it was done before.
-
-    Members may have been ``told`` that it is over, by its last results.
-    """
-    group.rounds.complete(Complete(record, told, adopted))
-
-
 def is_settled(group: Group) -> bool:
     """Tell whether, of the first round that is complete, each member that counted has said what it used."""
     record = group.rounds.unsettled[0].record
