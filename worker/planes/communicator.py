@@ -225,7 +225,7 @@ class Communicator:
         self._address, self._name, self._rank, self._world = store, name, rank, world
         self._devices: dict[str, list[torch.device]] = {}
         self._reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
-        """Those that anything refers to."""
+        """Reductions that anything refers to."""
         for device in sorted(set(devices), key=lambda one: (one.type, one.index or 0)):
             self._devices.setdefault(device.type, []).append(device)
         self._queues: dict[torch.device, _Queue | None] = {}
