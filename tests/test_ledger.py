@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ledger")
     with Daemon("--state-dir", str(path)) as daemon:
         with joined(daemon.url, 3) as workers:
-            together(workers, train, 0.2)
+            together(workers, train, 0.5)
         wait_until(lambda: not daemon.group(), "all have left")
         stopped(daemon)
     return path

@@ -86,8 +86,12 @@ def test_a_rate_is_found_within_a_factor_of_three_and_takes_a_moment(gbit: float
     assert link.now < 0.2 or gbit < 0.01
 
 
-def test_a_worker_that_waits_for_its_processor_measures_again() -> None:
-    assert measured(Emulated(GBIT, 1e-4, stalls=[0, 0, 0.05])).rate == pytest.approx(1.0, rel=0.01)
+@pytest.mark.parametrize("stalled", [1, 2, 3, 4])
+def test_a_worker_that_waits_for_its_processor_measures_again(stalled: int) -> None:
+    found = measured(Emulated(GBIT, 1e-4, stalls=[0.05 * (number == stalled) for number in range(9)]))
+
+    assert found.rate == pytest.approx(1.0, rel=0.01)
+    assert found.trip == pytest.approx(1e-4)
 
 
 def test_a_long_way_tells_no_rate() -> None:
@@ -128,8 +132,8 @@ def test_a_link_is_measured_and_the_worker_can_join_then() -> None:
     with coordinator() as server, connected(server.url) as channel:
         found = measure(channel)
 
-        assert 0.01 < found.rate <= MAX_RATE
         assert 0 < found.trip < 1
+        assert 0.01 < found.rate <= MAX_RATE or found.trip > 5e-3  # a machine under load: a long way tells no rate
 
 
 def test_measuring_again_and_again_ends_that_connection_alone() -> None:

@@ -270,7 +270,10 @@ def test_workers_of_the_same_host_say_nothing_through_the_network(monkeypatch: p
     # One that waits for its Welcome for a second asks again, and what it asked may come late.
     monkeypatch.setattr("gradserver.worker.transport.tcp.PING_SECONDS", 3600.0)
     with coordinator() as server, joined(server.url, 3) as workers:
-        monkeypatch.setattr(server, "_take_one", lambda: pytest.fail("a message came through ZeroMQ"))
+        wait_until(lambda: all(peer.line is not None for peer in server._peers.values()), "all talk locally")
+        monkeypatch.setattr(
+            server, "_take_one", lambda: pytest.fail(f"a message came through ZeroMQ: {server._router.recv_multipart()}")
+        )
         assert together(workers, lambda worker: exchange(worker, numel)) == [3.0] * 3
         gathered = together(workers, lambda worker: worker.all_gather(np.full(numel, worker.rank)))
         assert all((each == np.arange(3)[:, None]).all() for each in gathered)

@@ -7,6 +7,7 @@ coordinator's link, as they will in each round.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ _SIZES: Final = (32 * KIB, 128 * KIB, PROBE_BYTES)
 _LONG: Final = 10e-3
 """Seconds of a measurement behind which there is no larger one."""
 _TRIES: Final = 2
-"""Times that it must take so long: a worker that waits for a processor has no slow link."""
+"""Times that it must take so long: a worker that waits for a processor has no slow link, and no long one."""
 _FAR: Final = 5e-3
 """Round trip in seconds from which on a connection's first bytes say nothing of the rate: it takes trips to grow."""
 _PATIENCE: Final = 1.0
@@ -40,25 +41,28 @@ class Probing(Protocol):
 
 def measure(connection: Probing) -> Link:
     """Measure the link of ``connection``."""
-    if not connection.probe(b"", _PATIENCE) or (trip := _timed(connection, 0)) is None:
+    if not connection.probe(b"", _PATIENCE) or (trip := _least(connection, 0, _FAR)) is None:
         return Link()
-    if trip > _FAR:
+    if trip >= _FAR:
         return Link(trip=trip)
     rate = 0.0
     for size in _SIZES:
-        times: list[float] = []
-        while len(times) < _TRIES and min(times, default=_LONG) >= _LONG:
-            if (took := _timed(connection, size)) is None:
-                return Link(rate, trip)
-            times.append(took)
-        took = min(times)
+        if (took := _least(connection, size, _LONG)) is None:
+            return Link(rate, trip)
         rate = min(8e-9 * size / max(took - trip, took / 8), MAX_RATE)
         if took >= _LONG:
             break
     return Link(rate, trip)
 
 
-def _timed(connection: Probing, size: int) -> float | None:
-    """Return the seconds until ``size`` bytes have come; None if that is never confirmed."""
-    payload, began = bytes(size), time.perf_counter()
-    return time.perf_counter() - began if connection.probe(payload, _PATIENCE) else None
+def _least(connection: Probing, size: int, long: float) -> float | None:
+    """Return the seconds until ``size`` bytes have come, measured again if they are ``long``; None if they never do."""
+    payload, least = bytes(size), math.inf
+    for _ in range(_TRIES):
+        began = time.perf_counter()
+        if not connection.probe(payload, _PATIENCE):
+            return None
+        least = min(least, time.perf_counter() - began)
+        if least < long:
+            break
+    return least
