@@ -243,6 +243,7 @@ def finds(plant: Plant, seed: int) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str) -> None:
     plant, seed = FAULTS[name]

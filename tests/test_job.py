@@ -411,6 +411,25 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     alone(work)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_it_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(nn.Linear(2, 2), worker)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        torch.optim.lr_scheduler.LambdaLR(optimizer, float)  # which wraps step
+        with pytest.raises(InvalidArgumentError, match=r"LBFGS\.step needs 'closure'.* a job steps"):
+            Job(model, optimizer)
+        with pytest.raises(InvalidArgumentError, match="model.join steps"), model.join(optimizer):
+            pass
+        with pytest.raises(InvalidArgumentError, match="LocalSGD steps"):
+            gradserver.LocalSGD(nn.Linear(2, 2), worker, every=2, outer=lambda weights: torch.optim.LBFGS(weights))
+
+    alone(work)
+    monkeypatch.delenv("GRADSERVER_URL", raising=False)
+    module = nn.Linear(2, 2)
+    with pytest.raises(InvalidArgumentError, match=r"gradserver\.setup steps"):
+        gradserver.setup(module, torch.optim.LBFGS(module.parameters()))
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     file, other = tmp_path / "job.gsckpt", tmp_path / "other.gsckpt"
 

@@ -272,7 +272,9 @@ def test_workers_of_the_same_host_say_nothing_through_the_network(monkeypatch: p
     with coordinator() as server, joined(server.url, 3) as workers:
         wait_until(lambda: all(peer.line is not None for peer in server._peers.values()), "all talk locally")
         monkeypatch.setattr(
-            server, "_take_one", lambda: pytest.fail(f"a message came through ZeroMQ: {server._router.recv_multipart()}")
+            server,
+            "_take_one",
+            lambda: pytest.fail(f"a message came through ZeroMQ: {server._router.recv_multipart()}"),
         )
         assert together(workers, lambda worker: exchange(worker, numel)) == [3.0] * 3
         gathered = together(workers, lambda worker: worker.all_gather(np.full(numel, worker.rank)))

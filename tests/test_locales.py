@@ -58,7 +58,14 @@ def odd(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("environment", [PLAIN, STRICT, {**PLAIN, **STRICT}], ids=["plain", "strict", "both"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.long),
+        pytest.param(STRICT, id="strict", marks=pytest.mark.long),
+        pytest.param({**PLAIN, **STRICT}, id="both"),
+    ],
+)
 def test_a_run_keeps_paths_as_they_are(environment: dict[str, str], odd: Path) -> None:
     logs = os.fsdecode(b"l\xc3\xb6gs-\xff")
     words = ("run", "-n2", "--log-dir", logs, "--serve", "--state-dir stäte", "übung.py")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -89,10 +89,15 @@ def test_all_get_the_same_bytes_over_every_channel(wire: str) -> None:
     assert memory[0] == memory[1] == memory[2]
 
 
-@pytest.mark.parametrize("wire", CODECS)
-def test_bytes_do_not_depend_on_the_number_of_shards(wire: str) -> None:
+@pytest.fixture(scope="module")
+def three_shards() -> Iterator[str]:
     with Daemon("--shards", "3") as three:
-        one, other = at(three.url, 2, wire, rounds, 3)
+        yield three.url
+
+
+@pytest.mark.parametrize("wire", CODECS)
+def test_bytes_do_not_depend_on_the_number_of_shards(wire: str, three_shards: str) -> None:
+    one, other = at(three_shards, 2, wire, rounds, 3)
 
     assert one == other
     assert one == on(2, wire, rounds, 3)[0]

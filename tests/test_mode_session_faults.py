@@ -117,6 +117,7 @@ RUNS_OF: dict[str, Callable[[int], None]] = {
 """Runs of faults that show in others than those of `holds_in_run`."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[name](monkeypatch)

@@ -389,6 +389,7 @@ SHOWN_BY = {
 """Scripts to begin with, for faults that few scripts show. If such a script shows its fault no more, all are tried."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = SCRIPTS_OF.get(fault, script)

@@ -124,6 +124,7 @@ def fails(make: Make, seed: int) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, make, seed = FAULTS[name]

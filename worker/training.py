@@ -21,6 +21,7 @@ from gradserver.worker.data_parallel.devices import Device as Device, are_alike,
 from gradserver.worker.data_parallel.wrapper import DataParallel
 from gradserver.worker.offer import LOCAL_VARIABLES, local_place
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
+from gradserver.worker.torch_ddp.stepping import check_steps_alone
 from gradserver.worker.torch_ddp.torch_names import KEYWORDS
 from gradserver.worker.torch_ddp.wrapping import check_is_optimizer
 
@@ -144,6 +145,7 @@ def set_up(
         )
     if optimizer is not None:
         check_is_optimizer(optimizer)
+        check_steps_alone(optimizer, "gradserver.setup")
         _check_optimizer(module, optimizer)
     _check_names(options)
     chosen = _devices(devices)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from gradserver.protocol.messages import Opened
 from gradserver.worker.local_sgd.wrapper import LocalSGD
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
 from gradserver.worker.torch_ddp.module_buffers import restore_buffers
+from gradserver.worker.torch_ddp.stepping import check_steps_alone
 from gradserver.worker.tree import Tree
 
 T = TypeVar("T")
@@ -176,12 +176,8 @@ def trained(model: Any, optimizer: Any, scheduler: Any) -> tuple[Trained, ...]:
 
 
 def _check_optimizer(model: Wrapped, optimizer: Optimizer, name: str) -> None:
-    """Refuse an optimizer that a job cannot step, or one of other parameters, whose changes are not exchanged."""
-    if needs_closure(optimizer):
-        raise InvalidArgumentError(
-            f"{type(optimizer).__name__}.step needs a closure, which computes loss and gradients again, while a job "
-            f"steps once for each exchange: use another optimizer, or none of gradserver.Job and call step yourself"
-        )
+    """Refuse an optimizer that a job cannot step, or one with parameters that are not exchanged."""
+    check_steps_alone(optimizer, "a job")
     whose = f"those of model{name}" if name else "the model's"
     own = {id(parameter) for parameter in model.module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -191,12 +187,6 @@ def _check_optimizer(model: Wrapped, optimizer: Optimizer, name: str) -> None:
                     f"parameter {number} of the optimizer's group {index}, of shape {tuple(parameter.shape)}, is none "
                     f"of {whose}: make the optimizer with model.parameters()"
                 )
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return true if the optimizer's step cannot be called without an argument, as that of L-BFGS."""
-    step = signature(optimizer.step).parameters.values()
-    return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in step)
 
 
 def _named(several: Any, what: str) -> dict[str, Any]:

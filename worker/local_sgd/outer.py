@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradserver.protocol.errors import InvalidArgumentError
+from gradserver.worker.torch_ddp.stepping import check_steps_alone
 
 Outer: TypeAlias = str | Callable[[list[nn.Parameter]], Optimizer]
 """An outer optimizer: ``average``, ``nesterov``, or a function that makes one of parameters."""
@@ -91,6 +92,7 @@ def make_outer(outer: Outer, weights: list[nn.Parameter]) -> Optimizer:
     optimizer = made(weights)
     if not isinstance(optimizer, Optimizer):
         raise InvalidArgumentError(f"outer has made a {type(optimizer).__name__}, which is not a torch.optim.Optimizer")
+    check_steps_alone(optimizer, "LocalSGD")
     return optimizer
 
 

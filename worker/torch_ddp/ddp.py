@@ -273,6 +273,7 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
             throw_on_early_termination: known from torch's wrapper, and refused.
 
         Raises:
+            InvalidArgumentError: an optimizer's step needs a closure, as that of ``torch.optim.LBFGS``.
             UsageError: there is no ``step``, and no optimizer has stepped in the loop. Or the loop changes the averaged
                 gradients, and ``step`` does not.
             DivergedError: the loop changes weights, or an optimizer, by more than ``step``.

@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradserver.protocol.errors import UsageError
+from gradserver.protocol.errors import InvalidArgumentError, UsageError
 
 Stepper: TypeAlias = Callable[[], object] | Optimizer
 """An optimizer, or a function that steps one."""
@@ -62,9 +63,20 @@ def noting_steps(
         _blocks.open.pop()
 
 
+def check_steps_alone(optimizer: Optimizer, caller: str) -> None:
+    """Raise InvalidArgumentError if ``caller`` cannot step ``optimizer``: its step wants a closure, as L-BFGS does."""
+    for one in list(signature(type(optimizer).step).parameters.values())[1:]:
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+            raise InvalidArgumentError(
+                f"{type(optimizer).__name__}.step needs {one.name!r}, which computes gradients again, and {caller} "
+                f"steps once for each exchange: use an optimizer that steps without it, such as torch.optim.AdamW"
+            )
+
+
 def step_once(stepper: Stepper) -> None:
     """Step the optimizer, or call the function."""
     if isinstance(stepper, Optimizer):
+        check_steps_alone(stepper, "model.join")
         stepper.step()
     else:
         stepper()
@@ -74,7 +86,9 @@ def steppers(step: object) -> list[Stepper]:
     """Return what an argument of `DistributedDataParallel.join` names; TypeError if that cannot step."""
     found: list[Any] = list(step) if isinstance(step, Sequence) else [step]
     for one in found:
-        if not isinstance(one, Optimizer) and not callable(one):
+        if isinstance(one, Optimizer):
+            check_steps_alone(one, "model.join")
+        elif not callable(one):
             raise TypeError(
                 f"model.join takes what the loop does after each backward, an optimizer, a function, or several of "
                 f"these, and not {one!r:.80}"
