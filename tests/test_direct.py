@@ -25,7 +25,19 @@ from gradserver.worker.planes.communicator import Communicator
 from gradserver.worker.planes.direct import DirectPlane
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel
-from tests.cluster import BUSY, TIMEOUT, Daemon, Task, coordinator, joined, members, together, wait_until
+from tests.cluster import (
+    BUSY,
+    STARTED_WITHIN,
+    TIMEOUT,
+    Daemon,
+    Program,
+    Task,
+    coordinator,
+    joined,
+    members,
+    together,
+    wait_until,
+)
 from tests.elastic_course import lose, survivors_of
 from tests.elastic_training import FATAL, STEPS, WORLD, alone
 from tests.models import Transformer, loss_of, state_of, tokens
@@ -328,6 +340,28 @@ def test_a_round_that_waits_for_a_learner_goes_over_the_coordinator(shape: str, 
         ended = [task.result() for task in (*first, Task(work, "late"))]
         together_at_the_end = ended[::2] if few else ended
         assert set(together_at_the_end) == {(ended[0][0], 0, 2 if few else 3)}, "rounds of the new epoch are direct"
+
+
+ENDS_WITHOUT_CLOSE = """
+import torch, gradserver
+worker = gradserver.connect(plane="direct", timeout=30)
+model = gradserver.DistributedDataParallel(torch.nn.Linear(2, 2), worker)
+model(torch.ones(1, 2)).sum().backward()
+print(worker.plane)
+"""
+
+
+def test_a_script_that_ends_without_close_ends_well() -> None:
+    with coordinator({OTHERS: Policy(2, 2)}) as server, ExitStack() as stack:
+        place = {"GRADSERVER_URL": server.url, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        programs = [
+            stack.enter_context(Program("-c", ENDS_WITHOUT_CLOSE, environment={**place, "RANK": str(rank)}))
+            for rank in range(2)
+        ]
+        ends = [program.end(STARTED_WITHIN) for program in programs]
+        said = [program.output() for program in programs]
+
+    assert (ends, said) == ([0, 0], [["direct"]] * 2)
 
 
 def test_a_closed_worker_ends_its_communicators() -> None:

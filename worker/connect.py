@@ -37,6 +37,7 @@ from gradserver.protocol.nearest import names_keywords
 from gradserver.protocol.offers import summary
 from gradserver.protocol.planes import AMONG_MEMBERS, AUTO, IN_PROCESS, SHM, TCP, WISHES
 from gradserver.protocol.url import no_coordinator, not_answered, parse_target
+from gradserver.worker.background import await_background
 from gradserver.worker.client import Worker
 from gradserver.worker.handle import VERDICT_SECONDS, Handle
 from gradserver.worker.meeting import with_store
@@ -372,14 +373,16 @@ def _share_memory(connection: TcpChannel, must: bool, durable: bool) -> None:
 
 def _leave_at_exit(reference: weakref.ref[Worker], process: int) -> None:
     """Leave for a script that ends without ``close()``, and say why if that was an error."""
-    worker = reference()
-    if worker is None or worker.closed or process != os.getpid():  # a forked child decides nothing
+    if process != os.getpid():  # a forked child decides nothing
         return
-    error = getattr(sys, "last_value", None)  # the interpreter has just shown its traceback
-    if error is None:
-        worker.close("its process ended")
-    else:
-        worker.abort(raised(error))
+    worker = reference()
+    if worker is not None and not worker.closed:
+        error = getattr(sys, "last_value", None)  # the interpreter has just shown its traceback
+        if error is None:
+            worker.close("its process ended")
+        else:
+            worker.abort(raised(error))
+    await_background()  # its own exit function has run before this one, if a plane was loaded after connect
 
 
 def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout: float) -> None:

@@ -36,10 +36,10 @@ from torch import Tensor, distributed
 
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import Op
+from gradserver.worker.background import in_background
 from gradserver.worker.devices.cuda import open_device
 from gradserver.worker.devices.device import Device, Stream
 from gradserver.worker.meeting import store_at
-from gradserver.worker.planes.background import in_background
 
 log = logging.getLogger("gradserver")
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from gradserver.worker.planes.background import in_background
+from gradserver.worker.background import in_background
 
 _LINGER_SECONDS: Final = 0.2
 """Seconds that the thread waits for more to do: another thread would take a tenth of a millisecond to start."""

@@ -24,8 +24,8 @@ import torch
 
 from gradserver.protocol.errors import BackendUnavailableError, ClosedError, GradServerError
 from gradserver.protocol.offers import by_host
+from gradserver.worker.background import in_background
 from gradserver.worker.client import Worker
-from gradserver.worker.planes.background import in_background
 from gradserver.worker.planes.communicator import Communicator, Signal
 from gradserver.worker.planes.tasks import Done, Task, Tasks
 from gradserver.worker.session import Session

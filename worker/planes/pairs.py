@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gradserver.worker.planes.background import in_background
+from gradserver.worker.background import in_background
 from gradserver.worker.planes.communicator import Communicator, Signal
 from gradserver.worker.planes.epochs import form, store_of
 from gradserver.worker.session import Session

@@ -35,9 +35,9 @@ from gradserver.protocol.buffer import Bytes
 from gradserver.protocol.dtypes import UINT8
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError
 from gradserver.protocol.exchange import ANSWER_TAG, Kind, Op, operation_of
+from gradserver.worker.background import in_background
 from gradserver.worker.collectives.call import Passing
 from gradserver.worker.handle import Handle
-from gradserver.worker.planes.background import in_background
 from gradserver.worker.planes.calls import Outcome, digest_of, renamed, stall_after
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.lane import Lane

@@ -69,8 +69,8 @@ def no_donor(group: Group, name: str) -> UsageError:
     """Return what ``name`` is told when no member can send the state."""
     return UsageError(
         f"{name!r} joins group {group.name!r} in round {group.rounds.number}, and needs the model's and the "
-        f"optimizer's state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker, "
-        f"or give Worker.serve_state what to send"
+        f"optimizer's state, which no member can send: wrap model and optimizer in gradserver.Job, at every worker "
+        f"(a job of several models needs data=, too), or give Worker.serve_state what to send"
     )
 
 

@@ -22,7 +22,7 @@ def in_background(target: Callable[..., object], name: str, *arguments: object) 
 
 
 @atexit.register
-def _await_background() -> None:
+def await_background() -> None:
     """Let threads end before the interpreter does: it would end them inside torch, which aborts the process then."""
     until = time.monotonic() + _ENDING_SECONDS
     for thread in list(_background):
