@@ -121,6 +121,7 @@ def test_same_host_reports_every_variant_and_draws(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.long
 def test_loopback_prints_a_table() -> None:
     shown = bench("loopback", "--workers", "3", "--sizes", "400KB", "--variants", "plan", *QUICK_SAMPLES)
     assert "\x1b" not in shown
@@ -793,6 +794,7 @@ def test_large_model_trains_over_each_channel(dtype: str) -> None:
         assert run["workers"][0]["nbytes"] == run["parameters"] * (4 if dtype == "fp32" else 2)
 
 
+@pytest.mark.long
 def test_large_model_is_shown_as_a_table() -> None:
     small = ("--width", "64", "--blocks", "1", "--vocabulary", "64", "--context", "8", "--steps", "1")
     lines = bench("large", "--channel", "shm", "--devices", "cpu", *small).splitlines()

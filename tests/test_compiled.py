@@ -119,7 +119,9 @@ def test_compiled_autograd_is_refused_where_the_last_gradient_is_not_known() -> 
     alone(train)
 
 
-@pytest.mark.parametrize("first", ["import gradserver.worker.client", "import torch._dynamo"])
+@pytest.mark.parametrize(
+    "first", ["import gradserver.worker.client", pytest.param("import torch._dynamo", marks=pytest.mark.long)]
+)
 def test_dynamo_is_not_imported_and_knows_of_this_package_in_either_order(first: str) -> None:
     program = f"""
 import sys

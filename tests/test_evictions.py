@@ -79,7 +79,7 @@ def test_a_worker_with_a_scaled_loss_is_evicted_and_training_goes_on(options: di
     assert loss_with(others[0]) < 1.5 * loss_with(clean[0])
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_processes_go_on_without_an_evicted_one_and_the_ledger_has_each_sample_once(
     shards: int, tmp_path: Path
 ) -> None:

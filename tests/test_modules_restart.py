@@ -34,8 +34,8 @@ def group_of(stack: ExitStack, directory: Path, channel: str, wire: str, rounds:
 @pytest.mark.parametrize(
     ("channel", "wire", "shards"),
     [
-        ("tcp", "int8", 1),
         ("shm", "fp32", 2),
+        pytest.param("tcp", "int8", 1, marks=pytest.mark.long),
         pytest.param("shm", "int8", 1, marks=pytest.mark.long),
         pytest.param("tcp", "fp32", 2, marks=pytest.mark.long),
     ],

@@ -77,7 +77,7 @@ def test_all_members_get_the_mean_of_the_group(gather: Gather, rule: str) -> Non
     assert {float(one[0]) for one in plain} == {6.0}, "a collective is no gradient, and its mean is the plain one"
 
 
-@pytest.mark.parametrize("rule", ["trimmed:0.25", "krum:1"])
+@pytest.mark.parametrize("rule", ["trimmed:0.25", pytest.param("krum:1", marks=pytest.mark.long)])
 def test_shards_and_channels_give_the_same_bits(rule: str) -> None:
     with LocalCluster(5, mean=rule) as cluster:
         together(cluster.workers, lambda worker: worker.agree(PLAN))

@@ -255,7 +255,7 @@ def test_whichever_worker_is_lost_when_others_join_all_laws_hold(
     hold(group, (breaks, group.break_line), (deaths, group.kill), (learners, group.join))
 
 
-@pytest.mark.parametrize("rates", [(1.0,), (1.0, 1.0)], ids=["one shard", "two"])
+@pytest.mark.parametrize("rates", [(1.0,), pytest.param((1.0, 1.0), marks=pytest.mark.long)], ids=["one shard", "two"])
 @pytest.mark.parametrize("lost", ["the coordinator", "its connection", "another one's"])
 def test_a_worker_that_is_about_to_join_does_so_again(
     lost: str, rates: tuple[float, ...], monkeypatch: pytest.MonkeyPatch

@@ -50,8 +50,10 @@ def test_a_worker_that_is_killed_or_freezes_is_lost_to_all_its_sub_groups(
         wait_until(lambda: not daemon.snapshot()["groups"], "all groups are forgotten")
 
 
-@pytest.mark.parametrize("workers_option", ["3", "1:4"])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("shards", "workers_option"),
+    [(1, "3"), (2, "1:4"), *(pytest.param(*one, marks=pytest.mark.long) for one in [(1, "1:4"), (2, "3")])],
+)
 def test_sub_groups_go_on_with_a_coordinator_that_comes_back(workers_option: str, shards: int, tmp_path: Path) -> None:
     """Test with two sub-groups that overlap, one with a barrier under way, and the other with calls after each loss."""
     with ExitStack() as stack:
