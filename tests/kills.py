@@ -61,8 +61,6 @@ def run(case: Case, seconds: float, every: float) -> Outcome:
     rounds, kills = int(seconds / STEP_SECONDS), 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         group = _group(stack, case, Path(folder), rounds)
-        for worker in group.workers[1:]:
-            worker.expect("round 0 ", STARTED_WITHIN)
         while _goes_on(group, every):
             group.kill()
             group.start()
@@ -85,9 +83,12 @@ def calm(case: Case, rounds: int) -> int:
 
 def _group(stack: ExitStack, case: Case, folder: Path, rounds: int) -> Group:
     more, options = ("turns",) * case.turns, case.options
-    return Group(
+    group = Group(
         stack, folder / "state", "tcp", case.wire, rounds, *more, least=case.least, options=options, program=PROGRAM
     )
+    for worker in group.workers[1:]:
+        worker.expect("round 0 ", STARTED_WITHIN)
+    return group
 
 
 def _wait_for_ends(group: Group) -> None:
