@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradserver import DistributedDataParallel, LocalCluster
 from gradserver.protocol.errors import (
+    DTypeError,
     InvalidArgumentError,
     UsageError,
 )
@@ -422,3 +423,89 @@ def test_parameter_that_only_an_accumulated_backward_used() -> None:
     loss_of(single, *tokens(0, ROWS), branch=True).backward()
     loss_of(single, *tokens(1, ROWS)).backward()
     assert_like_one_process(on(2, work), gradients(single))
+
+
+# ── small gradients side by side ─────────────────────────────────────────────────────────────────────
+
+
+class _Vectors(nn.Module):
+    """Vectors of different lengths side by side, of which the first can be left unused, and a matrix before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.full((1 + number % 3,), 0.5)) for number in range(12))
+        self.matrix = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, scale: float, uses_all: bool = True) -> Tensor:
+        used = list(self.parts)[0 if uses_all else 1 :]
+        parts = [(part * part * (scale + number)).sum() for number, part in enumerate(used)]
+        return torch.stack([*parts, self.matrix.sum() * scale]).sum()
+
+
+def _gradients_of(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("local", [0, 1])
+@pytest.mark.parametrize("uses_all", [True, False])
+def test_vectors_side_by_side(as_view: bool, to_none: bool, local: int, uses_all: bool) -> None:
+    def expected(step: int) -> list[Tensor]:
+        found = []
+        for rank in range(2):
+            module = _Vectors()
+            for part in range(local + 1):
+                module(float(1 + rank + step + part), uses_all).backward()
+            found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()])
+        return [(one + other) / 2 for one, other in zip(*found, strict=True)]
+
+    def work(worker: Worker) -> None:
+        options: dict[str, Any] = {"gradient_as_bucket_view": as_view, "find_unused_parameters": not uses_all}
+        model = DistributedDataParallel(_Vectors(), worker, **options)
+        for step in range(3):
+            for part in range(local + 1):
+                with model.no_sync() if part < local else nullcontext():
+                    model(float(1 + worker.rank + step + part), uses_all).backward()
+            got = _gradients_of(model)
+            assert [one is None for one in got] == [number == 1 and not uses_all for number in range(13)]
+            wanted = expected(step)
+            assert all(one is None or torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+            model.zero_grad(set_to_none=to_none)
+
+    on(2, work)
+
+
+def test_vectors_side_by_side_are_brought_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    plain = torch._foreach_copy_
+
+    def noted(to: list[Tensor], of: list[Tensor]) -> None:
+        sizes.append(len(to))
+        plain(to, of)
+
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(_Vectors(), worker)
+        monkeypatch.setattr(torch, "_foreach_copy_", noted)
+        model(1.0).backward()
+        assert sizes == [1]  # the matrix
+
+    alone(work)
+
+
+@pytest.mark.parametrize("change", ["type", "length"])
+def test_vector_that_does_not_fit_any_more_is_not_brought(change: str) -> None:
+    def work(worker: Worker) -> None:
+        model = DistributedDataParallel(_Vectors(), worker)
+        one, other = model.module.parts[1:3]
+        if change == "type":
+            one.grad_dtype = torch.float64
+            one.register_hook(lambda grad: grad.double())
+            with pytest.raises(DTypeError, match=r"the gradient of 'parts\.1' is torch\.float64"):
+                model(1.0).backward()
+        else:  # the sum of lengths is as before
+            one.data, other.data = torch.ones(3), torch.ones(2)
+            with pytest.raises(RuntimeError, match="size"):
+                model(1.0).backward()
+
+    alone(work)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
+from operator import attrgetter, is_
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,7 +35,11 @@ _LARGE_BUFFER_BYTES: Final = 256 * KIB
 """Size from which a buffer's bytes weigh more than a message of its own."""
 _SMALL_GRADIENT_BYTES: Final = 16 * KIB
 """Size up to which a gradient costs more to look at than to copy. Small ones are brought together."""
+_FEWEST_IN_A_ROW: Final = 8
+"""Number of gradients from which on it pays to bring them as one."""
 _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_dtype, _grad, _made = attrgetter("dtype"), attrgetter("grad"), attrgetter("made")
 
 
 class _Place:
@@ -204,6 +209,67 @@ def bring(slots: Sequence[Slot], as_view: bool) -> list[bool]:
     return have
 
 
+class _Row:
+    """Gradients side by side in a bucket. Loops of C look at them, and bring small one-dimensional ones.
+
+    Attributes:
+        slots: their slots, in order.
+    """
+
+    def __init__(self, slots: Sequence[Slot], begin: int = 0) -> None:
+        self.slots = slots
+        self._parameters = [slot.parameter for slot in slots]
+        self._sizes = [slot.component.numel for slot in slots]
+        self._begin, self._end = begin, begin + sum(self._sizes)
+        self._home: Tensor
+        self._places: list[_Place]
+        self._addresses: list[int]
+
+    def place(self, flat: Tensor) -> None:
+        """Note that the bucket, and each slot, is in ``flat``."""
+        self._home = flat[self._begin : self._end]
+        self._places = [slot.here for slot in self.slots]
+        self._addresses = [here.address for here in self._places]
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if each parameter's gradient is the view of its place, as a rule when it was brought."""
+        views = [*map(_made, self._places)]
+        return all(map(is_, map(_grad, self._parameters), views)) and self._have_memory(views)
+
+    def _have_memory(self, views: Sequence[Tensor]) -> bool:
+        return [*map(Tensor.data_ptr, views)] == self._addresses
+
+    def bring(self, as_view: bool) -> bool:
+        """Bring all gradients to their places as `bring` does. Return false, without an effect, if that has to do it.
+
+        It has to where one is missing or does not fit, and tells of that. It also has to where only some are in place.
+        """
+        grads, views = [*map(_grad, self._parameters)], [*map(_made, self._places)]
+        if {*map(type, grads)} != {Tensor} or {*map(_dtype, grads)} != {self._home.dtype}:
+            return False
+        if [*map(Tensor.numel, grads)] != self._sizes or not self._have_memory(views):
+            return False
+        if all(map(is_, grads, views)):
+            return True
+        try:
+            torch.cat(grads, out=self._home)
+        except RuntimeError:  # sparse, on another device, or here already
+            return False
+        if as_view:
+            for parameter, view in zip(self._parameters, views, strict=True):
+                parameter.grad = view
+        return True
+
+
+def _rows(slots: Sequence[Slot]) -> list[_Row]:
+    """Return the rows among ``slots``, which are a whole bucket's."""
+    begins = accumulate((slot.component.numel for slot in slots), initial=0)
+    grouped = groupby(zip(slots, begins, strict=False), lambda one: one[0].is_small and one[0].parameter.ndim == 1)
+    rows = [[*members] for is_row, members in grouped if is_row]
+    return [_Row([slot for slot, _ in row], row[0][1]) for row in rows if len(row) >= _FEWEST_IN_A_ROW]
+
+
 def hand_out(slots: Sequence[Slot], as_view: bool) -> None:
     """Make what lies in the places of ``slots`` the parameters' gradients."""
     views, grads = [], []
@@ -247,6 +313,10 @@ class GradientBucket(FlatBucket):
 
     def __init__(self, group: Group) -> None:
         self.slots = [Slot(name, parameter) for name, parameter in group.parameters]
+        self._whole = _Row(self.slots)
+        self._rows = _rows(self.slots)
+        in_rows = {slot for row in self._rows for slot in row.slots}
+        self._others = [slot for slot in self.slots if slot not in in_rows]
         self._spare: tuple[Tensor, list[_Place]] | None = None
         """Memory in which the bucket was before: the gradients of another round may lie there."""
         components = tuple(slot.component for slot in self.slots)
@@ -262,6 +332,13 @@ class GradientBucket(FlatBucket):
         super().place(flat)
         for slot, here in zip(self.slots, places, strict=True):
             slot.here = here
+        for row in (self._whole, *self._rows):
+            row.place(flat)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if each parameter's gradient is the view of its place, as a rule when it was brought."""
+        return self._whole.is_in_place
 
     def vacate(self, new_memory: Callable[[], Tensor]) -> None:
         """Place the bucket where none of its gradients lies. Two memories are enough: they lie in one of them."""
@@ -279,8 +356,14 @@ class GradientBucket(FlatBucket):
 
     def take(self, as_view: bool, brought: Collection[Slot] = ()) -> bool:
         """Bring all gradients into the bucket, but for those that were ``brought``. Return if there are any."""
-        slots = [slot for slot in self.slots if slot not in brought] if brought else self.slots
-        return any(bring(slots, as_view)) or bool(brought)
+        slots = [slot for slot in self._others if slot not in brought] if brought else [*self._others]
+        has = bool(brought)
+        for row in self._rows:
+            if row.bring(as_view):
+                has = True
+            else:
+                slots += row.slots
+        return any(bring(slots, as_view)) or has
 
     def scale(self, factor: float) -> bool:
         """Bring all gradients times ``factor`` into the bucket, and leave them as they are. Return if there were any.

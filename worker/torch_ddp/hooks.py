@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from gradserver.worker.torch_ddp.buckets import GradientBucket, Slot
 
 NEVER: Final = sys.maxsize
 """Number of gradients that no bucket has."""
+_expected = attrgetter("expected")
 
 
 class Arrivals:
@@ -37,15 +39,19 @@ class Arrivals:
         self.ready: list[Slot] = []
         self.due = 0
         self.touched: set[Slot] = set()
+        self._right = 0
+        """Length of ``ready`` in which no gradient was found too often."""
 
     @property
     def expected(self) -> int:
         """Number of gradients that become ready in a whole backward."""
-        return sum(slot.expected for slot in self.bucket.slots)
+        return sum(map(_expected, self.bucket.slots))
 
     def once_too_often(self) -> Slot | None:
         """Return a slot with a gradient that became ready more often than expected, if there is one."""
-        if len(set(self.ready)) == len(self.ready) and all(slot.expected for slot in self.ready):
+        count = len(self.ready)
+        if count == self._right or (len(set(self.ready)) == count and all(map(_expected, self.ready))):
+            self._right = count
             return None
         return next((slot for slot, count in Counter(self.ready).items() if count > slot.expected), None)
 
@@ -56,13 +62,13 @@ class Arrivals:
 
     def rest(self) -> None:
         """Note the gradients of a backward that is over. The next hook is one of another backward."""
-        self.due = 0
+        self.due = self._right = 0
         self.touched.update(self.ready)
         self.ready.clear()
 
     def forget(self) -> None:
         """Forget all gradients: they were exchanged."""
-        self.due = 0
+        self.due = self._right = 0
         self.touched.clear()
         self.ready.clear()
 

@@ -382,13 +382,16 @@ class Rounds:
 
     def _hand_out(self, handles: Mapping[int, Outcome]) -> None:
         self._hand_out_buffers(handles)
+        as_view = self._options.gradient_as_bucket_view
         # Where no member has a gradient none gets one, not even zeros: optimizers tell these from none.
-        used = self._used.tolist() if self._options.tracks_used else [1] * len(self.slots)
-        given = [slot for slot, anybody in zip(self.slots, used, strict=True) if anybody and not self.skipped]
-        if len(given) < len(self.slots):
+        given, used = self.slots, self._used.tolist() if self._options.tracks_used else []
+        if self.skipped or not all(used):
+            given = [] if self.skipped else [slot for slot, anybody in zip(given, used, strict=True) if anybody]
             for slot in set(self.slots).difference(given):
                 slot.parameter.grad = None
-        hand_out(given, self._options.gradient_as_bucket_view)
+        elif as_view and all(bucket.is_in_place for bucket in self.gradients):
+            return
+        hand_out(given, as_view)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
