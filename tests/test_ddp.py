@@ -496,8 +496,9 @@ def test_vectors_side_by_side_are_brought_as_one(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("change", ["type", "length"])
 def test_vector_that_does_not_fit_any_more_is_not_brought(change: str) -> None:
     def work(worker: Worker) -> None:
-        model = DistributedDataParallel(_Vectors(), worker)
-        one, other = model.module.parts[1:3]
+        vectors = _Vectors()
+        model = DistributedDataParallel(vectors, worker)
+        one, other = vectors.parts[1:3]
         if change == "type":
             one.grad_dtype = torch.float64
             one.register_hook(lambda grad: grad.double())
