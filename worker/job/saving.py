@@ -24,6 +24,7 @@ from gradserver.worker.job.checkpoint import Directory, Writing, write
 from gradserver.worker.job.copies import alike, place_in
 from gradserver.worker.job.resuming import GiverLostError, place_of
 from gradserver.worker.job.state import JobState
+from gradserver.worker.member.learner import Stage
 from gradserver.worker.torch_ddp.alike import gather
 from gradserver.worker.tree import Packed, Tree, pack
 
@@ -87,7 +88,8 @@ class Saving:
 
     def ask(self) -> None:
         """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
-        self.takes_part = self._directory is not None and not self._worker.observes
+        is_member = self._worker._session.stage is Stage.MEMBER  # not behind the state alone, nor in its first round
+        self.takes_part = self._directory is not None and is_member
         if not self.takes_part:
             return
         stopping = np.zeros(self._worker.world_size, np.uint8)
