@@ -29,7 +29,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp import alike
-from tests.cluster import Task, wait_until
+from tests.cluster import Task, stages, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
 from tests.replicas import same
 
@@ -118,11 +118,6 @@ def joined(cluster: LocalCluster, count: int = 1, name: str | None = None) -> Ca
         wait_until(lambda: stages(cluster) == ["waiting"] * count, "they wait to come in")
 
     return happen
-
-
-def stages(cluster: LocalCluster) -> list[str]:
-    groups: Any = cluster.snapshot()["groups"]
-    return [learner["stage"] for learner in groups["local"]["joining"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

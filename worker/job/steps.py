@@ -94,10 +94,10 @@ class Steps(ABC):
         if after is not None:
             after()
 
-    def _pass_boundary(self) -> None:
-        """Do what all members do between two rounds."""
+    def _pass_boundary(self, doing: int = 0) -> None:
+        """Do what all members do between two rounds. New members hear what the others are ``doing`` there."""
         self._worker.boundary()
-        self._newcomers.check(self._state.replicated, self._state.round)
+        self._newcomers.check(self._state.replicated, self._state.round, doing)
 
 
 class GradientSteps(Steps):
