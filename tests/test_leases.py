@@ -469,6 +469,17 @@ def test_members_go_on_from_the_same_place_until_one_has_gone_on() -> None:
     assert positions.register("data", order, 0, ((0, 4),), "'e', who comes later") is use
 
 
+def test_members_go_on_from_the_end_of_an_epoch_when_one_is_at_the_beginning_of_the_next() -> None:
+    positions, order = Positions(), Order(10, 17, True)
+    use = positions.register("data", order, 3, ((0, 10),), "'a' (rank 0)")
+    assert use.claim(0, 1, 3, 0).epoch == 3
+    assert use.claim(0, 2, 4, 0).epoch == 4, "it asks if there is anything"
+    assert positions.register("data", order, 3, ((0, 10),), "'b' (rank 1)") is use
+    assert (use.epoch, use.done) == (4, ())
+    with pytest.raises(DisagreementError, match="'c' goes on with data 'data' in epoch 3, 9 samples used, and 'a'"):
+        positions.register("data", order, 3, ((0, 9),), "'c'")
+
+
 def test_what_the_dead_used_in_an_open_round_is_left_by_what_is_written(positions: Positions) -> None:
     use = positions.use("data")
     use.claim(0, 1, 0, 4)
