@@ -204,8 +204,8 @@ class Model:
         self.note_members()
 
     def come(self, member_id: int) -> None:
-        """Let a worker join. It may get the id of one that is gone, and contribute to the same round."""
-        if member_id not in self.members:
+        """Let a worker join. It may have the id of one that is gone, and contribute to a round with nothing of that."""
+        if member_id not in self.members and (self.round, ~member_id) not in self.given:
             self.members[member_id] = Member(self.round)
             self.late.get(self.round, set()).discard(member_id)
             self.note_members()
@@ -220,8 +220,6 @@ class Model:
         given = {one: found for one, found in there.items() if found.counted}
         gone = {~one for one in given if one < 0} - {one for one in given if one >= 0}
         weights = dict.fromkeys({*gone, *(one for one in given if one >= 0)}, 1.0)
-        if any(one < 0 and ~one in self.members for one in given):
-            return  # one record has no place for both
         partly = {max(one, ~one) for one, found in given.items() if found.counted != SLICES}
         found = self.positions.commit(self.round, self.members, weights, partly, late)
         for one in given.values():
