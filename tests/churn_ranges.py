@@ -73,6 +73,8 @@ KINDS: Final = (
 )
 _EXPECTED: Final = ("LeftOutError", "JoinRefusedError", "JoinTimeoutError")
 """Errors of workers that were frozen for too long, or come when the others have ended."""
+_TOO_LATE: Final = "is gone after"
+"""A part of the WorkerLostError of a worker that is let in when the last member ends."""
 _AT_A_HALT: Final = ("WorkerLeftError", "WorkerLostError", "DeadlineError")
 """Errors of workers in a group that cannot go on without those that end, also when they have waited for others."""
 
@@ -280,7 +282,8 @@ def judge(case: Case, folder: Path, lost: bool) -> Iterator[str]:
     expected = (*_EXPECTED, *(_AT_A_HALT if case.halts else ()))
     for path in sorted(folder.glob("*.error")):
         name, _, text = path.read_text().partition("\n")
-        if name.split()[0] not in expected or ("DeadlineError" in name and _TOO_FEW not in text):
+        is_expected = name.split()[0] in expected or ("WorkerLostError" in name and _TOO_LATE in text)
+        if not is_expected or ("DeadlineError" in name and _TOO_FEW not in text):
             yield f"{name}\n{text}"
         lost = lost or "LeftOutError" in name
     ends = {path.stem: np.load(path) for path in sorted(folder.glob("*.npz"))}
