@@ -15,6 +15,7 @@ import pytest
 
 from gradserver import Worker, connect
 from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.messages import Attend, Message
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.session import Session
 from gradserver.worker.transport.reconnect import ReconnectingChannel
@@ -119,6 +120,29 @@ def test_a_founder_resumes_by_itself_wherever_its_joining_is_interrupted(
     tasks = [Task(work, name) for name in ("a", "b")]
     assert [task.result() for task in tasks] == [1.5, 1.5]
     assert killing.done
+
+
+def test_a_founder_that_a_data_shard_does_not_know_asks_the_coordinator_and_resumes(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = stack.enter_context(Daemon("--workers", "2", "--shards", "2", "--state-dir", str(tmp_path)))
+    send, lost = TcpChannel.send, list[Attend]()
+
+    def losing(channel: TcpChannel, message: Message, *rest: Any, **options: Any) -> None:
+        if isinstance(message, Attend) and not lost:
+            lost.append(message)
+        else:
+            send(channel, message, *rest, **options)
+
+    monkeypatch.setattr(TcpChannel, "send", losing)
+
+    def work(name: str) -> float:
+        with connect(daemon.url, name=name, timeout=PATIENCE) as worker:
+            return exchanged(worker)
+
+    tasks = [Task(work, name) for name in ("a", "b")]
+    assert [task.result() for task in tasks] == [1.5, 1.5]
+    assert lost
 
 
 def exchanged(worker: Worker) -> float:

@@ -28,6 +28,7 @@ from gradserver.protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
     LeftOutError,
+    UnexpectedMessageError,
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
@@ -317,7 +318,7 @@ def _reach_all(
                 _share_memory(connection, channel == "shm", lasting is not None)
             if lasting is None or session.membership.joins or lasting.is_on(connection):
                 return connection
-        except (*_INTERRUPTED, BackendUnavailableError) as error:
+        except (*_INTERRUPTED, BackendUnavailableError, UnexpectedMessageError) as error:
             if lasting is None or session.membership.joins:
                 raise
             if isinstance(error, ConnectionLostError):
