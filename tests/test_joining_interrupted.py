@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from gradserver import Worker, connect
 from gradserver.protocol.dtypes import FLOAT32
+from gradserver.protocol.errors import JoinTimeoutError
 from gradserver.protocol.messages import Attend, Message
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.session import Session
@@ -143,6 +145,17 @@ def test_a_founder_that_a_data_shard_does_not_know_asks_the_coordinator_and_resu
     tasks = [Task(work, name) for name in ("a", "b")]
     assert [task.result() for task in tasks] == [1.5, 1.5]
     assert lost
+
+
+def test_a_coordinator_that_has_heard_of_a_worker_late_is_not_called_something_else(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a worker with a deadline before that of the coordinator, which counts from the time when it hears of it."""
+    daemon, join = stack.enter_context(Daemon("--workers", "2")), Session.join
+    monkeypatch.setattr(Session, "join", lambda session, what: join(session, replace(what, timeout=PATIENCE)))
+    said = f"^the coordinator at {daemon.url} has not let this worker in within 0.5 s, and has not said yet what it"
+    with pytest.raises(JoinTimeoutError, match=said):
+        connect(daemon.url, timeout=0.5)
 
 
 def exchanged(worker: Worker) -> float:

@@ -420,6 +420,11 @@ def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout
                 break
         else:
             return
+    if connection.heard:  # it was there for a part of that time, and gives its verdict later
+        raise JoinTimeoutError(
+            f"the coordinator at {connection.url} has not let this worker in within {timeout:g} s, and has not said "
+            f"yet what it waits for, as it was not there at first. Its log says so, and `gradserver status`"
+        )
     raise CoordinatorUnreachableError(not_answered(connection.url, timeout))
 
 
