@@ -116,6 +116,12 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
     return value
 
 
+def stages(cluster: LocalCluster) -> list[str]:
+    """Return the stages of workers that join the cluster."""
+    groups: Any = cluster.snapshot()["groups"]
+    return [learner["stage"] for learner in groups["local"]["joining"]]
+
+
 # ── a system in threads ───────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp import alike
-from tests.cluster import Task, wait_until
+from tests.cluster import Task, stages, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
 from tests.replicas import same
 
@@ -117,11 +118,6 @@ def joined(cluster: LocalCluster, count: int = 1, name: str | None = None) -> Ca
         wait_until(lambda: stages(cluster) == ["waiting"] * count, "they wait to come in")
 
     return happen
-
-
-def stages(cluster: LocalCluster) -> list[str]:
-    groups: Any = cluster.snapshot()["groups"]
-    return [learner["stage"] for learner in groups["local"]["joining"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -570,6 +566,37 @@ def test_a_learner_in_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
         one, *others = there.values()
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), number
+
+
+def test_a_learner_that_is_late_for_its_first_round_asks_and_saves_as_the_others_do_behind_it(tmp_path: Path) -> None:
+    """Test that it comes to the first round in which it counts while it repeats what the others have done."""
+    first: list[int] = []
+    with LocalCluster(2, elastic=(1, 4), timeout=20.0, quorum=2, grace=0.0) as cluster:
+
+        def train(worker: Worker) -> tuple[int, int]:
+            model = DistributedDataParallel(Convolutional(), worker)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            job = Job(model, optimizer, checkpoint=tmp_path, every=2)
+            member, entry = worker._session.member, worker._session.learner
+            while not first or job.round < first[0] + 4:
+                loss_of(model, *images(job.round, 4)).backward()
+                if worker.observes and entry.ready:
+
+                    def is_late() -> bool:
+                        return entry.round is not None and member.stragglers.backlog.has(entry.round)
+
+                    wait_until(is_late, "the others have closed its first round")
+                    assert entry.round is not None
+                    first.append(entry.round)
+                job.step()
+                if job.round == 2 and worker.rank == 0:
+                    cluster.add()
+                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+            return job.round, worker.world_size
+
+        found = cluster.run(train)
+
+    assert found == [(first[0] + 4, 3)] * 3
 
 
 class Phased(nn.Module):

@@ -120,9 +120,14 @@ def test_the_others_go_on_when_a_worker_dies() -> None:
     assert runs[0][1] == runs[1][1]
 
 
+@pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
-def test_a_learner_comes_to_the_top_of_the_loop_first(at: int) -> None:
-    """Test a join after any update: also where the generator's gradients are there and are not applied."""
+def test_a_learner_comes_to_the_top_of_the_loop_first(at: int, saves: bool, tmp_path: Path) -> None:
+    """Test a join after any update: also where the generator's gradients are there and are not applied.
+
+    At the top of the loop the others may be about to save, before the first round of the learner.
+    """
+    options: dict[str, Any] = {"checkpoint": tmp_path, "every": 1} if saves else {}
     entered: list[int] = []
 
     def after(job: Job) -> None:
@@ -134,7 +139,7 @@ def test_a_learner_comes_to_the_top_of_the_loop_first(at: int) -> None:
             entered.append(job.entered)
 
     with LocalCluster(2, elastic=(1, 3), timeout=20.0) as cluster:
-        runs = [run for run in cluster.run(train, epochs=6, after=after) if run is not None]
+        runs = [run for run in cluster.run(train, epochs=6, after=after, **options) if run is not None]
     assert len(entered) > 1, "no worker joined"
     assert len(runs) >= 2
     assert all(same(run[0], runs[0][0]) and run[1] == runs[0][1] for run in runs)

@@ -204,8 +204,8 @@ class Model:
         self.note_members()
 
     def come(self, member_id: int) -> None:
-        """Let a worker join. It may get the id of one that is gone, and contribute to the same round."""
-        if member_id not in self.members:
+        """Let a worker join. It may have the id of one that is gone, and contribute to a round with nothing of that."""
+        if member_id not in self.members and (self.round, ~member_id) not in self.given:
             self.members[member_id] = Member(self.round)
             self.late.get(self.round, set()).discard(member_id)
             self.note_members()
@@ -220,8 +220,6 @@ class Model:
         given = {one: found for one, found in there.items() if found.counted}
         gone = {~one for one in given if one < 0} - {one for one in given if one >= 0}
         weights = dict.fromkeys({*gone, *(one for one in given if one >= 0)}, 1.0)
-        if any(one < 0 and ~one in self.members for one in given):
-            return  # one record has no place for both
         partly = {max(one, ~one) for one, found in given.items() if found.counted != SLICES}
         found = self.positions.commit(self.round, self.members, weights, partly, late)
         for one in given.values():
@@ -467,6 +465,17 @@ def test_members_go_on_from_the_same_place_until_one_has_gone_on() -> None:
         positions.register("data", order, 3, ((0, 4),), "'d'")
     assert use.claim(0, 1, 3, 4).ranges == ((2, 5), (6, 7))
     assert positions.register("data", order, 0, ((0, 4),), "'e', who comes later") is use
+
+
+def test_members_go_on_from_the_end_of_an_epoch_when_one_is_at_the_beginning_of_the_next() -> None:
+    positions, order = Positions(), Order(10, 17, True)
+    use = positions.register("data", order, 3, ((0, 10),), "'a' (rank 0)")
+    assert use.claim(0, 1, 3, 0).epoch == 3
+    assert use.claim(0, 2, 4, 0).epoch == 4, "it asks if there is anything"
+    assert positions.register("data", order, 3, ((0, 10),), "'b' (rank 1)") is use
+    assert (use.epoch, use.done) == (4, ())
+    with pytest.raises(DisagreementError, match="'c' goes on with data 'data' in epoch 3, 9 samples used, and 'a'"):
+        positions.register("data", order, 3, ((0, 9),), "'c'")
 
 
 def test_what_the_dead_used_in_an_open_round_is_left_by_what_is_written(positions: Positions) -> None:

@@ -15,6 +15,7 @@ from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster, L
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.job.checkpoint import Directory, read
+from tests.cluster import stages, wait_until
 from tests.models import Transformer, loss_of, seeded, tokens
 from tests.replicas import on, same
 
@@ -253,6 +254,89 @@ def test_a_worker_that_joins_gets_the_outer_optimizer_and_the_schedule(options: 
     assert len(seen[rounds]) == 3
     assert len(counts) == (3 if "balance" in options else 0)
     assert not counts or (len(set(counts.values())) == 1 and len(counts["worker-2"]) == 3)
+
+
+class Gate:
+    """State that is loaded when an event has happened."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        assert self._event.wait(20.0)
+
+
+SAVED_AFTER = 8
+"""Round after which members save: at a boundary where all fragments were exchanged equally often."""
+
+
+SAVES = [
+    (fragments, first, how)
+    for fragments, rounds in ((1, (7, 8, 9)), (4, (7, 8, 9, 11, 12)))
+    for first in rounds
+    for how in ("every", "told", "file", "directory")
+]
+"""Number of fragments, first round of a worker that joins, and what the others save for."""
+AT_ONCE = ((1, 8, "every"), (1, 8, "told"), (1, 9, "every"), (4, 8, "file"), (4, 9, "directory"), (4, 11, "every"))
+"""Cases that are no long tests."""
+
+
+@pytest.mark.parametrize(
+    ("fragments", "first", "how"),
+    [pytest.param(*one, marks=() if one in AT_ONCE else pytest.mark.long) for one in SAVES],
+)
+def test_a_worker_that_becomes_a_member_around_a_save_takes_part_in_the_rest_of_it(
+    fragments: int, first: int, how: str, tmp_path: Path
+) -> None:
+    """Test it where a save exchanges what is left: its first round is before that, one of these rounds, or the next."""
+    entered: list[int] = []
+    learners: list[Worker] = []
+    holding = threading.Event()
+    with LocalCluster(3, elastic=(1, 4), timeout=20.0) as cluster:
+
+        def train_on(worker: Worker) -> tuple[int, dict[str, Tensor]] | None:
+            is_founder, module, saved = not worker.joins, Transformer(worker.rank), False
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+            model = LocalSGD(module, worker, optimizer, every=4, fragments=fragments)
+
+            def look() -> None:
+                if not is_founder and not worker.observes and not entered:
+                    entered.append(worker.round - 1)
+                elif is_founder and worker.round == 3 and worker.rank == 0:
+                    cluster.add()
+                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                elif is_founder and worker.round == first - 1:
+                    holding.set()
+                    wait_until(lambda: learners[0]._session.learner.ready, "it has caught up")
+
+            model.on_boundary(look)  # before the job does, which saves then
+            if not is_founder:
+                learners.append(worker)
+            every = SAVED_AFTER if how == "every" else None
+            job = Job(model, optimizer, state={"gate": Gate(holding)}, checkpoint=tmp_path / "all", every=every)
+            try:
+                while job.round < 20:
+                    if how == "told" and worker.name == "worker-2" and job.round == SAVED_AFTER - 1:
+                        job.stop()
+                    loss_of(model, *tokens(job.round, 4)).backward()
+                    job.step()
+                    if how in ("file", "directory") and worker.round == SAVED_AFTER and not (worker.observes or saved):
+                        saved = True
+                        job.save(tmp_path / "file" if how == "file" else None)
+            except SystemExit:
+                return None
+            return job.round, {name: one.clone() for name, one in model.weights().items()}
+
+        found = [one for one in cluster.run(train_on) if one is not None]
+    assert entered == [first]
+    assert len(found) == (3 if how == "told" else 4)
+    assert all(number == found[0][0] and same(weights, found[0][1]) for number, weights in found)
+    path = tmp_path / "file" if how == "file" else Directory(tmp_path / "all", keep=1).latest()
+    assert path is not None
+    assert read(path).tree["round"] % fragments == 0
 
 
 @pytest.mark.parametrize("options", MODES)

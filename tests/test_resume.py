@@ -521,10 +521,10 @@ def test_a_worker_that_is_closed_just_when_it_resumes_leaves_no_thread(
 
     monkeypatch.setattr(scene.resumption, "resume", resume_late)
     monkeypatch.setattr(scene.lasting, "_check_trying", check_and_wait)
-    monkeypatch.setattr(scene.resumption, "interrupt", interrupt_early)
     scene.now.die()
     scene.now = scene._stack.enter_context(Scripted(scene.now.url))
     assert tries.wait(TIMEOUT)
+    monkeypatch.setattr(scene.resumption, "interrupt", interrupt_early)
     scene.worker.abort("the test is over")
 
     assert not scene.lasting._thread.is_alive()

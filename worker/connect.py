@@ -28,6 +28,7 @@ from gradserver.protocol.errors import (
     JoinRefusedError,
     JoinTimeoutError,
     LeftOutError,
+    UnexpectedMessageError,
     raised,
 )
 from gradserver.protocol.limits import FORGOTTEN_SECONDS, MAX_TEXT, MAX_TIMEOUT, MAX_WORLD_SIZE, RUN_BYTES
@@ -286,21 +287,46 @@ def _equipped(wish: Wish, connection: TcpChannel, session: Session, until: float
     assert wish.url is not None
     channel = _agreed_channel(wish.channel, session.membership)
     session.subgroups.grow_by(connection.branch)
+    lasting = None
     if session.membership.durable:  # even without patience: others may return, and ask what this one holds
         lasting = ReconnectingChannel(connection, session, wish.reconnect)
         session.endure(lasting)
         session.subgroups.grow_by(lasting.branch, lasting.carried)
     elif not session.membership.needs_all:
         connection.attach(Farewell(session, wish.url))
-    _attend_shards(connection, session, until)
-    if channel != "tcp":
-        _share_memory(connection, channel == "shm", session.resumption is not None)
+    connection = _reach_all(channel, connection, lasting, session, until)
     if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
         session.member.exchanges.shards[0].send_together(RUN_BYTES, session.membership)
     connection.settle(_SETTLING_SECONDS)  # from now on Python's lock may be kept for long
     if session.membership.joins:
         session.check_open()
     return Worker(session, connection.kind, wish.wire)
+
+
+def _reach_all(
+    channel: str, connection: TcpChannel, lasting: ReconnectingChannel | None, session: Session, until: float
+) -> TcpChannel:
+    """Connect to all data shards, and share memory. Return the connection on which that was possible.
+
+    If it breaks meanwhile, a member of a durable group resumes on another one, and attends the data shards on that.
+    """
+    attended = False
+    while True:
+        try:
+            if not attended:
+                _attend_shards(connection, session, until)
+            if channel != "tcp" and connection.kind == "tcp":
+                _share_memory(connection, channel == "shm", lasting is not None)
+            if lasting is None or session.membership.joins or lasting.is_on(connection):
+                return connection
+        except (*_INTERRUPTED, BackendUnavailableError, UnexpectedMessageError) as error:
+            if lasting is None or session.membership.joins:
+                raise
+            if isinstance(error, ConnectionLostError):
+                lasting.broke(connection, error)  # which does nothing if that is known
+            if lasting.is_on(connection):
+                raise
+        connection, attended = lasting.stands(), True
 
 
 def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
@@ -350,7 +376,7 @@ def _attend_shards(connection: TcpChannel, session: Session, until: float) -> No
         connection.add(url, ShardReceiver(session, number), max(until - time.monotonic(), 1.0))
         left = max(until - time.monotonic(), 1.0)
         try:
-            attending = session.attend(number, left)
+            attending = session.attend(number, left, connection)  # as the question behind it, and on no later one
             connection.ask(number)
             attending.wait(left + VERDICT_SECONDS)
         except DeadlineError:
@@ -397,6 +423,11 @@ def _await_welcome(joining: Handle, connection: TcpChannel, left: float, timeout
                 break
         else:
             return
+    if connection.heard:  # it was there for a part of that time, and gives its verdict later
+        raise JoinTimeoutError(
+            f"the coordinator at {connection.url} has not let this worker in within {timeout:g} s, and has not said "
+            f"yet what it waits for, as it was not there at first. Its log says so, and `gradserver status`"
+        )
     raise CoordinatorUnreachableError(not_answered(connection.url, timeout))
 
 

@@ -24,6 +24,7 @@ from gradserver.protocol.errors import (
     DeadlineError,
     GradServerError,
     LeftOutError,
+    UnexpectedMessageError,
     UsageError,
 )
 from gradserver.protocol.exchange import Operation
@@ -332,6 +333,8 @@ class Session:
                     self._lasting.stopped(error)  # another one may take its place
                 elif self._lasting is not None and isinstance(error, LeftOutError) and self.may_join_anew:
                     self._lasting.make_anew(error)
+                elif self._lasting is not None and self._is_unknown(error, shard):
+                    self._lasting.make_anew(error)  # the coordinator knows whether this worker is out
                 else:
                     self.lost(error)
             case Recheck(check) if (stalls := self.traffic.stalls) is not None:
@@ -348,6 +351,10 @@ class Session:
             case _:
                 return False
         return True
+
+    def _is_unknown(self, error: GradServerError, shard: int) -> bool:
+        """Return true if ``error`` says that a data shard does not know this worker, which is about to attend it."""
+        return isinstance(error, UnexpectedMessageError) and self.member.attachment.attends(shard)
 
     @property
     def _is_durable(self) -> bool:

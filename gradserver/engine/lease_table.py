@@ -99,6 +99,10 @@ class Use:
     def _all(self) -> Ranges:
         return ((0, self.order.length),) if self.order.length else ()
 
+    def place(self, epoch: int, done: Ranges) -> tuple[int, Ranges]:
+        """Return ``epoch`` and ``done``. The end of an epoch is the beginning of the next, where a fast member is."""
+        return (epoch + 1, ()) if done and done == self._all else (epoch, done)
+
     def is_answered(self, member_id: int, number: int) -> bool:
         """Tell whether a claim is one that is repeated, for want of its answer."""
         before = self.answers.get(member_id)
@@ -237,7 +241,7 @@ class Positions:
                 f"{user} uses data {name!r} as {order}, and {use.by} as {use.order}. All members must give DataRanges "
                 f"the same length, seed and shuffle, or another name="
             )
-        elif not use.begun and (epoch or done) and (epoch, done) != (use.epoch, use.done):
+        elif not use.begun and (epoch or done) and use.place(epoch, done) != use.place(use.epoch, use.done):
             raise DisagreementError(
                 f"{user} goes on with data {name!r} in epoch {epoch}, {count(done)} samples used, and {use.by} in "
                 f"epoch {use.epoch}, {count(use.done)} samples used. All members must load the same checkpoint"

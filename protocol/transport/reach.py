@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Callable
 from typing import Final
 
-from gradserver.protocol.errors import CoordinatorUnreachableError, reason_of
+from gradserver.protocol.errors import ClosedError, CoordinatorUnreachableError, reason_of
 from gradserver.protocol.log import log
 from gradserver.protocol.url import IS_IT_RUNNING, numeric_url, parse_target
 
@@ -42,11 +43,18 @@ def reach(url: str, timeout: float) -> Reached:
         return numeric_url(*there[:2]), here, there[0] == here or here in _LOOPBACK
 
 
-def wait_for_listener(url: str, timeout: float, what: str = "coordinator") -> Reached:
-    """Try to connect to the ``what`` at ``url`` until it accepts. CoordinatorUnreachableError after ``timeout``."""
+def wait_for_listener(
+    url: str, timeout: float, what: str = "coordinator", wanted: Callable[[], bool] = lambda: True
+) -> Reached:
+    """Try to connect to the ``what`` at ``url`` until it accepts. CoordinatorUnreachableError after ``timeout``.
+
+    Raises ClosedError when it is not ``wanted`` any more.
+    """
     started = time.monotonic()
     warned = False
     while True:
+        if not wanted():
+            raise ClosedError(f"the connection to the {what} at {url} is not wanted any more")
         left = started + timeout - time.monotonic()
         try:
             return reach(url, max(left, 0.01))

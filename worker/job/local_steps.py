@@ -16,6 +16,14 @@ class LocalSteps(Steps):
     """The steps of one model with local SGD, and the boundaries between its exchanges.
 
     Members are at the same boundary at other times, with a delay: so they speak of saves only after the last fragment.
+    A save exchanges what is left, in rounds of its own, and behind each of these a worker can become a member:
+
+        boundary                           a member                       a worker that is a member since then
+        ─────────────────────────────────  ─────────────────────────────  ──────────────────────────────────────────
+        behind the last fragment           asks; saves if that is due     the same
+        behind another fragment            nothing                        the same
+        in the midst of a save, or before  says so, does the rounds that  hears that, does them too, and compares: it
+        the last exchange of it            are left, compares, and saves  writes nothing
     """
 
     def __init__(self, *common: Any) -> None:
@@ -55,8 +63,15 @@ class LocalSteps(Steps):
         """Do what is due between two exchanges."""
         self._state.count_round()
         if self._worker.observes:
+            self._saving.start()  # what the others save meanwhile is not due here
             return
-        self._pass_boundary()
-        if self._model.is_whole and not self._saving.is_saving:
+        is_saving = self._saving.is_saving
+        self._pass_boundary(1 + 2 * self._parts[0].left + self._saving.waits if is_saving else 0)
+        if is_saving:
+            return
+        if (doing := self._newcomers.others_do()) > 0:
+            rounds, waits = divmod(doing - 1, 2)
+            self._saving.take_part(rounds, bool(waits))
+        elif self._model.is_whole:
             self._saving.ask()
             self._saving.save_or_leave()

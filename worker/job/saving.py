@@ -24,6 +24,7 @@ from gradserver.worker.job.checkpoint import Directory, Writing, write
 from gradserver.worker.job.copies import alike, place_in
 from gradserver.worker.job.resuming import GiverLostError, place_of
 from gradserver.worker.job.state import JobState
+from gradserver.worker.member.learner import Stage
 from gradserver.worker.torch_ddp.alike import gather
 from gradserver.worker.tree import Packed, Tree, pack
 
@@ -58,6 +59,7 @@ class Saving:
     Attributes:
         takes_part: whether this worker takes part in what members do at the present boundary, as last asked.
         is_saving: whether a save exchanges something at present.
+        waits: whether that save then waits for its file.
     """
 
     def __init__(self, worker: Worker, state: JobState, directory: Directory | None, every: int | None) -> None:
@@ -69,7 +71,7 @@ class Saving:
         self._told_to_stop = False
         self._looked_at = 0
         """The round in which it was last checked whether a save is due."""
-        self.takes_part = self.is_saving = False
+        self.takes_part = self.is_saving = self.waits = False
         self._asked: deque[_Asked] = deque()
         """Comparisons of the last updates that were not heeded yet."""
         self._later = 0 if worker.mode == "sync" else _UPDATES_LATER
@@ -87,7 +89,8 @@ class Saving:
 
     def ask(self) -> None:
         """Tell the others whether this worker is to stop. It costs little, as it travels while the optimizer steps."""
-        self.takes_part = self._directory is not None and not self._worker.observes
+        is_member = self._worker._session.stage is Stage.MEMBER  # not behind the state alone, nor in its first round
+        self.takes_part = self._directory is not None and is_member
         if not self.takes_part:
             return
         stopping = np.zeros(self._worker.world_size, np.uint8)
@@ -124,17 +127,38 @@ class Saving:
             place = place_in(self._worker, self._directory)
         else:
             place = place_of(self._worker, path)
-        found = self._agree(place)
+        found = self._agree(place, waits=True)
         self._await(None if found is None else Writing(partial(self._write, found, path)))
         if path is None:
             self.start()
 
-    def _agree(self, place: str, busy: bool = False, copy: bool = False) -> Packed | Tree | None:
-        """Return what to save, at the workers that write. With local SGD this exchanges what was not exchanged yet."""
-        self.is_saving = True
+    def take_part(self, rounds: int, waits: bool) -> None:
+        """Take part in a save that the others began before this worker was a member. It writes nothing.
+
+        Args:
+            rounds: rounds in which they still exchange what was not exchanged yet.
+            waits: whether they then wait for the file.
+        """
+        self._agree("", waits=waits, rounds=rounds)
+        self.start()
+        if waits:
+            try:
+                self._await(None)
+            except StateError as failure:  # those that have called for the save have this error
+                log.warning("round %d is not saved: %s", self._state.round, failure.message)
+
+    def _agree(
+        self, place: str, busy: bool = False, copy: bool = False, waits: bool = False, rounds: int | None = None
+    ) -> Packed | Tree | None:
+        """Return what to save, at the workers that write. With local SGD this exchanges what was not exchanged yet.
+
+        ``rounds`` is as in `JobState.agree`.
+        """
+        self.is_saving, self.waits = True, waits
         try:
             while True:
-                agreed = self._state.agree(place, busy)
+                agreed = self._state.agree(place, busy, rounds)
+                rounds = None
                 try:
                     return agreed.tree if len(agreed.writers) < 2 else alike(self._worker, agreed, copy)
                 except (MembershipChangedError, GiverLostError) as change:  # raised at all members

@@ -73,15 +73,16 @@ class JobState:
         """Note that this worker has come to the present round of the others."""
         self.entered = self.round
 
-    def agree(self, place: str, busy: bool = False) -> Agreed:
+    def agree(self, place: str, busy: bool = False, rounds: int | None = None) -> Agreed:
         """Compare weights, and learn every worker's position.
 
         Args:
             place: what is equal for workers that would write the same file (`gradserver.worker.job.copies`).
             busy: whether this worker still writes the last one.
+            rounds: rounds in which the others still exchange what was not exchanged yet; None for all of these rounds.
         """
         for part in self._parts:
-            part.settle()
+            part.settle(rounds)
         has_part = self._several and self._worker.mode != "sync"  # some models may have had gradients of a batch
         waits = has_part or any(part.waits for part in self._parts)
         mine = {

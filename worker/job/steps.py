@@ -94,10 +94,10 @@ class Steps(ABC):
         if after is not None:
             after()
 
-    def _pass_boundary(self) -> None:
-        """Do what all members do between two rounds."""
+    def _pass_boundary(self, doing: int = 0) -> None:
+        """Do what all members do between two rounds. New members hear what the others are ``doing`` there."""
         self._worker.boundary()
-        self._newcomers.check(self._state.replicated, self._state.round)
+        self._newcomers.check(self._state.replicated, self._state.round, doing)
 
 
 class GradientSteps(Steps):
@@ -113,19 +113,26 @@ class GradientSteps(Steps):
             self._catch_up(before, after)
             self._worker.boundary()
             return
+        self._end_round(before, after)
+        self._catch_up(before, after)
+
+    def _end_round(self, before: Call, after: Call) -> None:
+        """Update the model by the gradients of a round, and do what all members do behind it."""
         self._saving.ask()
         self._apply(before, after)
-        self._catch_up(before, after)
         if self._position is not None:
             self._position.count()
         self._pass_boundary()
         self._saving.save_or_leave()
 
     def _catch_up(self, before: Call, after: Call) -> None:
-        """Repeat what the others have done since this worker got its state."""
+        """Repeat what the others have done since this worker got its state.
+
+        Behind one of these rounds it may be a member: the first in which it counts can be over without it.
+        """
         while self._worker.has_next:
             if self._parts[0].synchronous.replay():
-                self._apply(before, after)
+                self._end_round(before, after)
 
     def _apply(self, before: Call, after: Call) -> None:
         """Update the model by the gradients of a round, unless no worker applies it."""

@@ -71,10 +71,15 @@ class Trained:
             return list(self.model.weights().values())
         return list(self.model.module.parameters())
 
-    def settle(self) -> None:
-        """Exchange what was not exchanged yet, before a checkpoint."""
+    def settle(self, rounds: int | None = None) -> None:
+        """Exchange what was not exchanged yet, before a checkpoint: in all rounds of that, or the last ``rounds``."""
         if isinstance(self.model, LocalSGD):
-            self.model.sync()
+            self.model._averaging.sync(rounds)
+
+    @property
+    def left(self) -> int:
+        """Number of rounds that are left of `settle`."""
+        return self.model._averaging.left if isinstance(self.model, LocalSGD) else 0
 
     def outer_state(self) -> Tree:
         """Return the state of a model with an outer optimizer; None without one."""

@@ -57,6 +57,7 @@ class Averaging:
 
     Attributes:
         ended: exchanges without any batch since a block of `join` began: each ends one.
+        left: exchanges that are left of the present `sync`.
         guard: guard of the interval.
     """
 
@@ -82,7 +83,7 @@ class Averaging:
         self._mixing = mixing
         self._first, self._longest = schedule.every, longest
         self.guard = ConvergenceGuard()
-        self.ended = 0
+        self.ended = self.left = 0
         self._spent = 0.0
         """The sum of this worker's weights so far."""
         self._broken = ""
@@ -155,11 +156,13 @@ class Averaging:
                 self._take(self._mixing)
 
     @torch.no_grad()
-    def sync(self) -> None:
-        """Average all fragments now."""
+    def sync(self, rounds: int | None = None) -> None:
+        """Average all fragments now, or do the last ``rounds`` exchanges in which the others do that."""
         self._check()
+        self.left = len(self._fragments) if rounds is None else rounds
         self._arrive()
-        for _ in self._fragments:
+        while self.left:
+            self.left -= 1
             self._send(due=False)
             self._take(0.0)
 

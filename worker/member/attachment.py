@@ -43,6 +43,10 @@ class Attachment:
         if (attending := self._attending.pop(shard, None)) is not None:
             self._effects.complete(attending)
 
+    def attends(self, shard: int) -> bool:
+        """Return true if this worker waits until ``shard`` lets it in."""
+        return shard > 0 and shard in self._attending
+
     def stop_attending(self) -> list[Waiter]:
         """Attend no more: those connections have ended. Give the handles that wait for that."""
         waiting, self._attending = list(self._attending.values()), {}

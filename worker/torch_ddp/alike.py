@@ -30,6 +30,11 @@ from gradserver.worker.tree import Tree, from_bytes, to_bytes
 
 log = logging.getLogger("gradserver")
 
+_WEIGHTS: Final = slice(0, 8)
+"""Bytes of the digest in the row in which a member answers. Its kind is behind them, and then what it is doing."""
+_KIND: Final = 8
+_DOING: Final = slice(9, 13)
+_ROW_BYTES: Final = 13
 _OLD: Final = 1
 _NEW: Final = 2
 _MOST_BYTES: Final = 16 * MIB
@@ -132,7 +137,7 @@ def _broadcast_chunk(worker: Worker, tensors: list[Tensor]) -> None:
 
 
 class _Asked(NamedTuple):
-    """The answers of members after a round: a row for each, with a digest and whether it is new."""
+    """The answers of members after a round: a row for each, with a digest, whether it is new, and what it is doing."""
 
     round: int
     names: Sequence[str]
@@ -154,6 +159,8 @@ class Newcomers:
         """True if this worker has not been compared yet."""
         self._attached = frozenset(worker._session.membership.member_ids)
         self._due = False
+        self._first: _Asked | None = None
+        """The answers at the boundary behind which this worker is a member."""
         self._asked: deque[_Asked] = deque()
         worker.on_membership(self._heard)
 
@@ -162,8 +169,10 @@ class Newcomers:
         self._due = self._due or self._is_one or not self._attached.issuperset(news.member_ids)
         self._attached = frozenset(news.member_ids)
 
-    def check(self, replicated: Iterable[Tensor], number: int) -> None:
+    def check(self, replicated: Iterable[Tensor], number: int, doing: int = 0) -> None:
         """Compare ``replicated`` weights if a member is new. All members call it between the same two rounds.
+
+        New members hear of what this one is ``doing`` there, by `others_do`.
 
         Raises:
             DivergedError: this worker is new, and its weights differ: it has left. The others continue.
@@ -172,11 +181,23 @@ class Newcomers:
             self._compare(self._asked.popleft())
         if self._due:
             is_one, self._due, self._is_one = self._is_one, False, False
-            rows = np.zeros((self._worker.world_size, 9), np.uint8)
+            rows = np.zeros((self._worker.world_size, _ROW_BYTES), np.uint8)
             weights = digest_of_all(replicated).to_bytes(8, "little")
-            rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD]
+            rows[self._worker.rank] = [*weights, _NEW if is_one else _OLD, *doing.to_bytes(4, "little")]
             handle = self._worker.all_reduce(rows, op="max", async_op=True)  # it continues if a member is lost
             self._asked.append(_Asked(number, self._worker.names, self._worker.rank, rows, handle))
+            self._first = self._asked[-1] if is_one else None
+
+    def others_do(self) -> int:
+        """Return what the others are doing, if this worker was just compared as a new one; else 0. It waits for that.
+
+        All are at the same boundary, and for the new one nothing else says what they do there.
+        """
+        first, self._first = self._first, None
+        if first is None:
+            return 0
+        first.handle.wait()
+        return max(int.from_bytes(row[_DOING].tobytes(), "little") for row in first.rows)
 
     def _compare(self, asked: _Asked) -> None:
         try:
@@ -185,9 +206,9 @@ class Newcomers:
             log.info("weights after round %d could not be compared: %s", asked.round, failure.message)
             self._worker._session.check_open()
             return
-        digests = {rank: row[:8].tobytes() for rank, row in enumerate(asked.rows) if row[8]}
-        usual = next((rank for rank in digests if asked.rows[rank][8] == _OLD), -1)
-        others = [rank for rank in digests if asked.rows[rank][8] == _NEW and digests[rank] != digests.get(usual)]
+        digests = {rank: row[_WEIGHTS].tobytes() for rank, row in enumerate(asked.rows) if row[_KIND]}
+        usual = next((rank for rank in digests if asked.rows[rank][_KIND] == _OLD), -1)
+        others = [rank for rank in digests if asked.rows[rank][_KIND] == _NEW and digests[rank] != digests.get(usual)]
         if usual < 0 or asked.rank not in others:  # a worker that leaves says why
             return
         self._worker.abort(f"behind round {asked.round} its weights were not those of {named(asked.names, [usual])}")

@@ -248,11 +248,11 @@ class ReconnectingChannel:
                     goes_on = True
                     log.warning("%s; round %d goes on when it is back", error.message, session.round)
                     self._news.set()
-        if is_trying or joins_anew:  # `connect` may wait for an answer yet
+        if is_trying or goes_on:  # `connect` may wait for an answer yet
             self.resumption.interrupt(error)
-        elif goes_on:
+        if goes_on and not joins_anew:
             self.carried.interrupt(error)
-        else:
+        elif not (is_trying or goes_on):
             session.lost(error)
 
     def _is_garbled_again(self, error: GradServerError) -> bool:
@@ -266,6 +266,14 @@ class ReconnectingChannel:
         """Return true if this worker is in its group on ``channel``."""
         with self._lock:
             return self._up.is_set() and self._channel is channel
+
+    def stands(self) -> TcpChannel:
+        """Return the connection on which this worker is in its group, when there is one. Raises why there is none."""
+        while not self._up.wait(SAY_SO_EVERY):
+            self._session.check_open()
+        self._session.check_open()
+        with self._lock:
+            return self._channel
 
     def make_anew(self, error: GradServerError) -> None:
         """Make all connections anew, for ``error``."""

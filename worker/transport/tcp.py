@@ -144,9 +144,11 @@ class TcpChannel:
 
         Raises:
             CoordinatorUnreachableError: nothing listened there in time.
+            ClosedError: this connection was closed meanwhile.
         """
         url = beside(url, self._lines[0].url)
-        address, _, _ = wait_for_listener(url, timeout, f"data shard of {self._lines[0].url}")
+        what = f"data shard of {self._lines[0].url}"
+        address, _, _ = wait_for_listener(url, timeout, what, lambda: not self._closing)
         with self._lock:
             if self._closing:
                 raise ClosedError("this worker is closed")
