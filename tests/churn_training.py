@@ -134,7 +134,8 @@ def work(case: Case, place: Place) -> None:
     with gradserver.connect(place.url, name=place.name, timeout=TIMEOUT, wire=case.wire) as worker:
         train = _plain if case.kind == "plain" else _job
         told = train(worker, case, place, chance)
-    if told is None:
+        was_member = not worker.observes  # else the others have ended before it had all
+    if told is None or not was_member:
         return
     born, number, tallies = told
     new = place.folder / f"{place.name}.new"
@@ -143,6 +144,11 @@ def work(case: Case, place: Place) -> None:
     with new.open("wb") as file:
         np.savez(file, born=born, round=number, used=used, hits=hits, chain=chain)
     new.rename(place.folder / f"{place.name}.npz")
+
+
+def _birth(worker: gradserver.Worker, place: Place) -> str:
+    """Name a training that begins. Membership epochs begin anew where a coordinator has no group any more."""
+    return f"{place.phase}.{worker.epoch}.{min(worker.names)}"
 
 
 Told = tuple[str, int, list[Tally]]
@@ -194,7 +200,7 @@ class _Replica:
         self.worker, self.case = worker, case
         worker.agree(simple_plan([(f"b{part}", rows * CELLS) for part, rows in enumerate(case.rows)], FLOAT32))
         self.tallies = [Tally.empty(rows) for rows in case.rows]
-        self.born = f"{place.phase}.{worker.epoch}"
+        self.born = _birth(worker, place)
         if worker.joins:
             worker.enter(self._install, waits=True)
         worker.serve_state(self._state)
@@ -334,7 +340,7 @@ def _job(worker: gradserver.Worker, case: Case, place: Place, chance: random.Ran
     checkpoint = place.folder / "checkpoints"
     job = gradserver.Job(model, optimizer, data=data, state={"born": born}, checkpoint=checkpoint, every=SAVES_EVERY)
     if not joins:
-        born.text = f"{place.phase}.{worker.epoch}"
+        born.text = _birth(worker, place)
     before = -1
     for (indices,) in job.batches(TensorDataset(torch.arange(SAMPLES)), EPOCHS):
         _think(chance, place, len(indices))
