@@ -618,6 +618,28 @@ def _in_backward() -> None:
     both(work)
 
 
+@line("an optimizer that needs a closure, such as `LBFGS`")
+def _closure() -> None:
+    def work(worker: Worker) -> list[float]:
+        model = DistributedDataParallel(network(), worker)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, tolerance_grad=0, tolerance_change=0)
+        with pytest.raises(gradserver.InvalidArgumentError, match="needs 'closure'"):
+            gradserver.Job(model, optimizer)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(batch(worker.rank)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        assert worker.round > 1
+        return [one.sum().item() for one in model.parameters()]
+
+    one, other = both(work)
+    assert one == other
+
+
 @line("CUDA graphs")
 def _captured() -> None:
     device = FakeDevice()

@@ -217,7 +217,7 @@ def test_it_says_which_workers_contributed_and_were_waited_for_and_why(
     assert (status, err) == (0, [])
     assert "group 'default': 3 workers, membership epoch 1, since 20" in text
     assert "plan: 3 buckets, 1.5 MB a round, as fp32" in text
-    assert "rounds 0 to 2: 0." in text
+    assert re.search(r"rounds 0 to 2: [01]\.\d", text)
     rows = {line.split()[1]: line.split() for line in out if line.split()[1:2] in (["w0"], ["w1"], ["w2"])}
     # rank, worker, rounds, came last, behind, began late, sent slowly
     assert rows["w2"][2:4] == ["0", "3"]

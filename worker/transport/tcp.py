@@ -51,6 +51,7 @@ from gradserver.protocol.messages import (
     Probed,
     Scope,
     ShareMemory,
+    Status,
 )
 from gradserver.protocol.transport.branches import MARK, branch_of, on_branch
 from gradserver.protocol.transport.dealer import PING_SECONDS
@@ -531,7 +532,7 @@ class TcpChannel:
         except ProtocolError as error:
             raise type(error)(f"{line.url} answers, but not as a gradserver {line.what}: {error}") from error
         assert line.receiver is not None
-        self.heard = True
+        self.heard = self.heard or type(message) is not Status  # which is asked for on other connections
         if number:
             if (branch := self._branches.get(number)) is not None:
                 branch.hear(line.number, message, payloads)
