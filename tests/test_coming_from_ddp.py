@@ -629,7 +629,7 @@ def _closure() -> None:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = model(batch(worker.rank)).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         optimizer.step(closure)  # type: ignore[no-untyped-call]
