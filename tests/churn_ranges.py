@@ -99,6 +99,8 @@ def draw(seed: int) -> Case:
 
 
 _TOO_FEW: Final = "are needed to go on"
+_START_AGAIN: Final = "start again from a checkpoint"
+"""Words of the error of workers that join a group, if its last member is gone: it was killed with all others."""
 
 
 class Course:
@@ -198,6 +200,10 @@ class Course:
             name = self.workers.pop(pid)
             if os.WIFSIGNALED(status) and pid not in self.lost:
                 self.wrong.append(f"{name} was ended by signal {os.WTERMSIG(status)}")
+            error = self.folder / f"{self.phase}-{name}.error"
+            if self.case.halts and error.exists() and _START_AGAIN in error.read_text():
+                error.unlink()
+                self.start(name)  # as `gradserver run --restart` does
 
     def end(self, pid: int, how: signal.Signals) -> None:
         """Kill a worker, or tell it to stop."""

@@ -29,6 +29,7 @@ from torch.utils.data import TensorDataset
 import gradserver
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.plan import simple_plan
+from gradserver.worker.member.learner import Stage
 
 LOADED: Final = (
     gradserver.connect,
@@ -134,7 +135,7 @@ def work(case: Case, place: Place) -> None:
     with gradserver.connect(place.url, name=place.name, timeout=TIMEOUT, wire=case.wire) as worker:
         train = _plain if case.kind == "plain" else _job
         told = train(worker, case, place, chance)
-        was_member = not worker.observes  # else the others have ended before it had all
+        was_member = worker._session.stage is Stage.MEMBER  # else the others have ended before it had all
     if told is None or not was_member:
         return
     born, number, tallies = told
