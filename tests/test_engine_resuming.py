@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from gradserver.engine.commands import Close, Log
+from gradserver.engine.commands import Close, Log, Record
 from gradserver.engine.control.group.shards import HIRE_SECONDS
 from gradserver.engine.control.sessions import check
+from gradserver.engine.data_records import Committed, Used as UsedRecord
 from gradserver.engine.effects import Effects
 from gradserver.engine.events import Branched, Disconnected, Garbled, NonFinite
 from gradserver.engine.journal_state import MAX_ENDED, Dated
+from gradserver.engine.lease_table import Use
 from gradserver.engine.policy import Lateness, OnNonFinite, Policy
 from gradserver.engine.proofs import Said
-from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord
+from gradserver.engine.records import Boundary, Epoch, Halt, Round, RoundRecord, encode
 from gradserver.engine.reports import Behind
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.dtypes import FLOAT32, UINT8
@@ -66,7 +68,7 @@ from gradserver.protocol.messages.recovery import (
 from gradserver.protocol.plan import Plan
 from gradserver.protocol.ranges import pack
 from tests.crash_harness import POLICY, Fused
-from tests.engine_harness import SEATS, TIMEOUT, all_reduce, bucket, collective, floats, plan_of, small_slices
+from tests.engine_harness import SEATS, TIMEOUT, Harness, all_reduce, bucket, collective, floats, plan_of, small_slices
 
 PLAN = plan_of(4, 4)
 BACK = SEATS + 50
@@ -656,6 +658,124 @@ def test_what_was_asked_of_data_and_not_answered_can_be_asked_again_and_what_was
 
     assert BACK not in group.harness.closed
     assert group.harness.engine.control.groups["default"].leases.positions.uses["train"].used == {(0, 0): ((0, 10),)}
+
+
+def users(policy: Policy = POLICY) -> Group:
+    """Make a group of three in which each member has claimed three samples, and has used two in round 0."""
+    group = Group(3, plan_of(4), policy)
+    for rank in range(3):
+        group.harness.receive(SEATS + rank, Register("train", 10, 17, True, 0, 0), pack(()))
+        group.harness.receive(SEATS + rank, Claim("train", 1, 0, 3, 0))
+        group.harness.receive(SEATS + rank, Used("train", 0, 0), pack(((3 * rank, 3 * rank + 2),)))
+        group.harness.push(rank, bucket(0), ONE)
+    return group
+
+
+def come_back(group: Group, ranks: tuple[int, ...], weights: tuple[float, ...]) -> list[Committed]:
+    """Have members come back that hold the result of round 0. Return what that has used up, by the last record."""
+    for rank in ranks:
+        group.resume(rank)
+        group.harness.receive(BACK + rank, Used("train", 0, 0), pack(((3 * rank, 3 * rank + 2),)))
+    for rank in ranks:
+        group.hold(rank, 0, held(0, 0, weights))
+    group.harness.wait(POLICY.missing)
+    for rank in ranks:
+        group.harness.receive(BACK + rank, Used("train", 0, 0), pack(((3 * rank, 3 * rank + 2),)))
+    return [one for record in group.harness.records[-3:] if isinstance(record, Round) for one in record.used_up]
+
+
+def uses(group: Group) -> Use:
+    """Return what the coordinator knows of the data."""
+    return group.harness.engine.control.groups["default"].leases.positions.uses["train"]
+
+
+LATE = [
+    Policy(1, 8, lateness=Lateness(percent=100.0, keeps=False)),
+    Policy(1, 8, lateness=Lateness(percent=100.0, keeps=True)),
+]
+BOTH = pytest.mark.parametrize("policy", [POLICY, *LATE], ids=["all", "drop", "keep"])
+
+
+@BOTH
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_a_member_used_that_died_with_the_coordinator_is_used_up_if_it_counted(
+    policy: Policy, counted: bool
+) -> None:
+    """Test that results of a round are told, and it is not written down."""
+    group = users(policy)
+    group.harness.restart()
+    found = come_back(group, (0, 1), (1.0, 1.0, float(counted)))
+    assert [(one.member_id, one.ranges) for one in found] == [
+        (0, ((0, 2),)),
+        (1, ((3, 5),)),
+        *([(2, ((6, 8),))] if counted else []),
+    ]
+    assert uses(group).left == (((8, 10),) if counted else ((6, 10),)), "it does not hold the rest any more"
+    assert uses(group).held == {0: ((2, 3),), 1: ((5, 6),)}
+    books = group.harness.books.groups["default"].positions.uses["train"]
+    assert (books.left, books.held, books.done) == (uses(group).left, uses(group).held, uses(group).done)
+
+
+def test_what_a_member_used_is_known_if_coordinators_are_lost_again_and_others_are_left_out_meanwhile() -> None:
+    group = users()
+    group.harness.restart()
+    group.resume(0)
+    group.harness.wait(POLICY.missing)
+    group.harness.wait(POLICY.missing)
+    assert uses(group).used == {(0, 0): ((0, 2),), (0, ~1): ((3, 5),), (0, ~2): ((6, 8),)}
+    group.harness.restart()
+    assert uses(group).used == {(0, 0): ((0, 2),), (0, ~1): ((3, 5),), (0, ~2): ((6, 8),)}
+    assert uses(group).left == ((5, 6), (8, 10))
+    found = come_back(group, (0,), (1.0, 0.0, 1.0))
+    assert [one.member_id for one in found] == [0, 2]
+    assert uses(group).left == ((3, 6), (8, 10))
+
+
+def test_what_a_round_used_up_stays_so_if_members_have_not_heard_that_it_is_over_and_one_is_gone() -> None:
+    """Test that a round is written down, the coordinator is lost, and with it a member that counted."""
+    group = users()
+    group.harness.answer(group.harness.reduces[0])
+    assert uses(group).done == ((0, 2), (3, 5), (6, 8))
+    for _ in range(2):
+        group.harness.restart()
+        come_back(group, (0, 1), (1.0, 1.0, 1.0))
+        assert uses(group).done == ((0, 2), (3, 5), (6, 8))
+        assert uses(group).left == ((8, 10),)
+        assert uses(group).held == {0: ((2, 3),), 1: ((5, 6),)}
+
+
+def test_what_was_used_in_a_later_round_by_a_member_that_is_gone_is_left_if_the_group_goes_back() -> None:
+    """Test that one member alone was in round 1."""
+    group = users()
+    group.harness.answer(group.harness.reduces[0])
+    group.harness.receive(SEATS + 2, Used("train", 0, 1), pack(((8, 9),)))
+    group.harness.restart()
+    assert uses(group).used == {(1, 2): ((8, 9),)}
+    come_back(group, (0, 1), (1.0, 1.0, 1.0))
+    assert uses(group).used == {}
+    assert uses(group).left == ((8, 10),)
+
+
+def test_what_members_use_is_written_once_and_only_where_the_group_survives_its_coordinator() -> None:
+    group = users()
+    written = [record for record in group.harness.records if isinstance(record, UsedRecord)]
+    assert written == [
+        UsedRecord("default", "train", rank, 0, 0, ((3 * rank, 3 * rank + 2),), False) for rank in range(3)
+    ]
+    assert all(len(encode(record)[1]) < 64 for record in written)
+    group.harness.receive(SEATS, Used("train", 0, 0), pack(((0, 2),)))
+    group.harness.receive(SEATS, Used("train", 0, 0), pack(((0, 1),)))
+    last = [record for record in group.harness.records if isinstance(record, UsedRecord)][3:]
+    assert [record.ranges for record in last] == [((0, 1),)]
+    group.harness.restart()
+    assert uses(group).held[0] == ((1, 3),)
+
+    other = Harness({"default": 1})
+    other.assemble(1, PLAN)
+    other.receive(SEATS, Register("train", 10, 17, True, 0, 0), b"")
+    other.receive(SEATS, Claim("train", 1, 0, 4, 0))
+    commands = other.receive(SEATS, Used("train", 0, 0), pack(((0, 2),)))
+    assert not any(isinstance(command, Record) for command in commands)
 
 
 def test_a_plan_that_was_agreed_on_and_not_told_is_told() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gradserver.engine.data_records import Claim, Committed, Order
+from gradserver.engine.data_records import Claim, Committed, Order, Used
 from gradserver.engine.declared import Kind
 from gradserver.engine.journal_state import Dated, JournalState
 from gradserver.engine.lease_table import Positions
@@ -168,7 +168,8 @@ class Model:
         me = self.members[member_id]
         if me.said is None:
             return
-        self.positions.used("data", self.epoch, member_id, me.round, me.said, self.round)
+        if self.positions.used("data", self.epoch, member_id, me.round, me.said, self.round):
+            self.written.append(Used("g", "data", member_id, me.round, self.epoch, me.said))
         if me.round == self.round and member_id not in self.late.get(self.round, ()):
             given = self.given[me.round, member_id]
             self.given[me.round, member_id] = given._replace(counted=given.counted | in_time)
@@ -232,8 +233,11 @@ class Model:
             self.given.pop((self.round, ~member_id), None)
         self.round += 1
 
-    def restart(self, restated: bool) -> None:
-        """Make control anew from the records, or a file that restates them. The open round is pushed once more."""
+    def restart(self, restated: bool, held: bool) -> None:
+        """Make control anew from the records, or a file that restates them.
+
+        What was given to the open round is ``held``, as its results are, or is pushed once more.
+        """
         read, books = [decode(*encode(record)) for record in self.written], JournalState()
         for record in read:
             books.apply(Dated(0.0, record))
@@ -243,7 +247,7 @@ class Model:
                 books.apply(Dated(0.0, record))
         self.positions = books.groups["g"].positions
         self.positions.go_on(self.round)
-        for number, one in [key for key in self.given if key[0] == self.round]:
+        for number, one in [key for key in self.given if key[0] == self.round and not held]:
             given = self.given[number, one]._replace(counted=frozenset())
             if one < 0:  # it is gone, with what it gave
                 del self.given[number, one]
@@ -272,7 +276,7 @@ class Model:
             case "over":
                 self.over()
             case "restart":
-                self.restart(flag)
+                self.restart(flag, number % 2 > 0)
         self.positions.validate()
 
     def finish(self) -> None:
@@ -530,7 +534,8 @@ def test_what_a_round_used_up_is_used_again_when_that_is_made_again(
         positions.depart(1)
     positions.go_back(5)
     assert not use.done
-    assert use.left == (((4, 10),) if dies else ((8, 10),))
+    assert use.left == ((8, 10),), "if results of it are held after all, what a dead member used has counted"
+    assert use.used == {(5, 0): ((0, 3),), (5, ~1 if dies else 1): ((4, 8),)}
     assert positions.awaits(5, {0})
     positions.used("data", 0, 0, 5, ((0, 3),), 5)
     there = {0} if dies else {0, 1}
@@ -558,10 +563,14 @@ def test_what_others_have_claimed_stays_theirs_when_a_round_is_made_again(positi
     assert use.claim(1, 1, 2, 3).epoch == 2
     positions.depart(1)
     positions.go_back(1)
-    assert (use.epoch, use.left, use.held) == (1, (), {0: ((0, 10),)})
+    assert (use.epoch, use.left, use.held, use.used) == (1, (), {}, {(1, 0): ((0, 10),)})
     positions.validate()
     positions.depart(0)
-    assert use.claim(1, 2, 1, 4).ranges == ((0, 4),)
+    assert use.claim(1, 2, 1, 4).ranges == (), "it is not known if that has counted"
+    positions.commit(1, {1}, {1: 1.0}, ())
+    assert use.claim(1, 3, 1, 4).ranges == ((0, 4),)
     positions.go_back(0)
-    assert (use.epoch, use.left) == (0, ((0, 10),))
+    assert (use.epoch, use.left, use.used) == (0, (), {(0, ~0): ((0, 10),)})
+    positions.commit(0, {1}, {1: 1.0}, ())
+    assert use.left == ((0, 10),)
     positions.validate()

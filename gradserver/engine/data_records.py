@@ -67,6 +67,27 @@ class Claim(Kind):
     ranges: _Ranges
 
 
+@kind(26)
+@dataclass(frozen=True, slots=True)
+class Used(Kind):
+    """Ranges of ``epoch``, and no others, are in the contribution of ``member_id`` to ``round``, as it has said.
+
+    If it is ``gone``, another member may have its id now.
+    """
+
+    group: Name
+    name: Name
+    member_id: Rank
+    round: Count
+    epoch: Seed
+    ranges: _Ranges
+    gone: Flag = False
+
+
+OfData = Data | Claim | Used
+"""Records that say where positions are."""
+
+
 class Committed(NamedTuple):
     """Ranges of ``epoch`` that ``member_id`` used up in a round; ``partly``: it counted in some slices only."""
 

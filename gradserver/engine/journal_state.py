@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from gradserver.engine.data_records import Claim, Data
+from gradserver.engine.data_records import OfData
 from gradserver.engine.declared import Kind
 from gradserver.engine.ends import MAX_CUTS, Ends
 from gradserver.engine.lease_table import Positions
@@ -145,7 +145,7 @@ class GroupState:
                 self._readmit({name for _, name in record.members})
                 if len(self.epochs) > MAX_EPOCHS:
                     del self.epochs[min(self.epochs)]
-            case Data() | Claim():
+            case _ if isinstance(record, OfData):
                 self.positions.restore(record)
                 self._leased = dated
             case Round(_, epoch, done):

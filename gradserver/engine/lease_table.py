@@ -17,7 +17,9 @@ A position's life:
     USED   … but all that the member gave had come by then   DONE   it does not hear that it was late
     USED   its holder departs                                USED   whether it counted is known when the round is over
     USED   … and round n is over without the departed        LEFT
-    DONE   round n is made again: no member has its end      HELD   or LEFT, if the member that used it is gone
+    DONE   round n is open again: members lack its end       USED   in round n, also if the member that used it is gone
+    …      and it was used in a round behind n               HELD   or LEFT, if the member that used it is gone
+    USED   … the same                                        HELD   or LEFT, as well
     DONE   all are, and a member claims of the next epoch    LEFT
 
 So a member and this table agree about what it holds at any time, but for what is on its way.
@@ -28,12 +30,17 @@ What a coordinator that takes over knows of it:
     ─────────────────────────────  ────────────────────────────────────────────────────────────────────────────────
     `Use`: order, epoch, left      Data, Claim and Round records, each written before it is told
     `Use.held`, `Use.answers`      the same records; a claim without an answer is asked again, and has its number
-    `Use.used`                     by the members: they say it again before any push; until then it is held
-    … of members that are gone     not: it is left. They are departed when the group goes on
+    `Use.used`                     Used records; members that come back say it again before any push
+    … of members that are gone     the same records. The weights of the round, which others hold, say if it counted
+    … that control had not read    by members that come back. If one is gone, it is left: see below
     `Positions.users`              from the answers: each member that has one says what it used in each round
     `Positions._said`              not needed: it is said again
     rounds that closed without     Cut records (`gradserver.engine.control.group.rounds`)
     questions that wait            by the members, which ask again
+
+A member says what it used before it pushes. So a coordinator with a data half of its own has read and written it before
+any result of it is told. Data shards elsewhere can make all results of a round before control has read it. If then the
+coordinator and this member die together, its samples are left, although they counted.
 
 Nothing here knows ranks, nor how many workers there are. A *member id* stands for a worker, as everywhere in the
 engine.
@@ -42,11 +49,11 @@ engine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
-from gradserver.engine.data_records import Claim, Committed, Data, Holder, Order
+from gradserver.engine.data_records import Claim, Committed, Data, Holder, OfData, Order, Used
 from gradserver.engine.ends import MAX_CUTS
 from gradserver.protocol.errors import DisagreementError, LimitExceededError, MalformedMessageError, OutOfStepError
 from gradserver.protocol.limits import MAX_DATA, MAX_RANGES
@@ -81,7 +88,8 @@ class Use:
     held: dict[int, Ranges] = field(default_factory=dict)
     """Ranges that members hold and have not said to be used."""
     used: dict[tuple[int, int], Ranges] = field(default_factory=dict)
-    """Ranges in the contributions to rounds that are not over, by round and member id."""
+    """Ranges in the contributions to rounds that are not over, by round and member id, or ``~id`` of one that is gone.
+    """
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers to the last claim of each member."""
 
@@ -139,9 +147,14 @@ class Use:
         again = self.is_answered(member_id, number)
         return len(self.answers[member_id].ranges) if again else min(len(self.left), wanted)
 
-    def say_used(self, member_id: int, round_number: int, ranges: Ranges) -> None:
-        """Note that ``ranges``, and nothing else that ``member_id`` holds, are in its contribution to a round."""
+    def say_used(self, member_id: int, round_number: int, ranges: Ranges) -> bool:
+        """Note that ``ranges``, and nothing else that ``member_id`` holds, are in its contribution to a round.
+
+        Return False if that was known.
+        """
         before = self.used.get((round_number, member_id), ())
+        if ranges == before:
+            return False
         self._move(member_id, round_number, ranges)
         held = union(self.held.get(member_id, ()), before)
         strange = minus(ranges, held)
@@ -154,6 +167,7 @@ class Use:
         self._check_pieces(len(rest) + len(ranges) - len(before) - len(self.held.get(member_id, ())))
         _set(self.held, member_id, rest)
         _set(self.used, (round_number, member_id), ranges)
+        return True
 
     def _move(self, member_id: int, round_number: int, ranges: Ranges) -> None:
         """Take ``ranges`` out of rounds before: the member has heard that it was late for these."""
@@ -173,6 +187,26 @@ class Use:
         _set(self.held, member_id, minus(self.held.get(member_id, ()), back))
         self.left = union(self.left, back)
 
+    def release(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Take what was used in rounds for unused: its holder has it, or all, if that is gone."""
+        for key in keys:
+            ranges, user = self.used.pop(key, ()), key[1]
+            if user < 0:
+                self.left = union(self.left, ranges)
+            else:
+                _set(self.held, user, union(self.held.get(user, ()), ranges))
+
+    def take_used(self, round_number: int, user: int, ranges: Ranges) -> None:
+        """Do as was written: of ``ranges`` what ``user`` holds is used in a round. If it is gone, that was left."""
+        self.release([(round_number, user)])
+        self._move(user, round_number, ranges)
+        found = both(ranges, self.left if user < 0 else self.held.get(user, ()))
+        if user < 0:
+            self.left = minus(self.left, found)
+        else:
+            _set(self.held, user, minus(self.held.get(user, ()), found))
+        _set(self.used, (round_number, user), found)
+
     def take_up(self, member_id: int, ranges: Ranges, holder: int | None) -> None:
         """Do as was written: ``ranges`` are held by ``holder`` now, or used up. Before they were left, or a member's.
 
@@ -181,6 +215,8 @@ class Use:
         self.left = minus(self.left, ranges)
         for other in (member_id, *self.held.keys() - {member_id}):
             _set(self.held, other, minus(self.held.get(other, ()), ranges))
+        for key in [*self.used]:
+            _set(self.used, key, minus(self.used[key], ranges))
         if holder is not None:
             _set(self.held, holder, union(self.held.get(holder, ()), ranges))
 
@@ -204,6 +240,11 @@ class Use:
             Holder(member_id, held.get(member_id, ()), *self.answers[member_id]) for member_id in sorted(self.answers)
         )
         return Data(group, self.name, self.order, self.by, self.epoch, self.begun, left, holders)
+
+    def state_of_used(self, group: str) -> Iterator[Used]:
+        """Make records of what is used in open rounds, which stand behind that of all of it."""
+        for (number, user), ranges in self.used.items():
+            yield Used(group, self.name, max(user, ~user), number, self.epoch, ranges, user < 0)
 
 
 class Positions:
@@ -254,16 +295,20 @@ class Positions:
             raise MalformedMessageError(f"no member has registered data {name!r}")
         return self.uses[name]
 
-    def used(self, name: str, epoch: int, member_id: int, round_number: int, ranges: Ranges, over: int) -> None:
-        """Note what ``member_id`` says to be in its contribution to a round; rounds before ``over`` are over."""
+    def used(self, name: str, epoch: int, member_id: int, round_number: int, ranges: Ranges, over: int) -> bool:
+        """Note what ``member_id`` says to be in its contribution to a round; rounds before ``over`` are over.
+
+        Return False if that changes nothing.
+        """
         use = self.use(name)
         self._said[name, member_id] = max(round_number, self._said.get((name, member_id), -1))
         if round_number < over:
-            return  # the round was closed without it, or this is said again
+            return False  # the round was closed without it, or this is said again
         if epoch == use.epoch:
-            use.say_used(member_id, round_number, ranges)
-        elif ranges:
+            return use.say_used(member_id, round_number, ranges)
+        if ranges:
             raise MalformedMessageError(f"it used ranges of epoch {epoch}, and {use.epoch} is the present one")
+        return False
 
     def begin_use(self, name: str, member_id: int, round_number: int) -> None:
         """Note that ``member_id`` uses samples from this round on, if it has not before."""
@@ -310,21 +355,24 @@ class Positions:
         return tuple(found)
 
     def go_back(self, round_number: int) -> None:
-        """Take back what ``round_number`` and later rounds have used up: they are made again.
+        """Take back what ``round_number`` and later rounds have used up: it is open again.
 
-        Members that are there say again what they used. What others have claimed meanwhile stays theirs.
+        Members may hold its results, with what a member gave that is gone: its weights tell. Results of later rounds
+        are lost. Members that are there say again what they used. What others have claimed meanwhile stays theirs.
         """
+        for each in self.uses.values():
+            each.release([key for key in each.used if key[0] > round_number])
         while self._ends and self._ends[-1][0] >= round_number:
-            for name, epoch, member_id, _, ranges in self._ends.pop()[1]:
+            number, used_up = self._ends.pop()
+            for name, epoch, member_id, _, ranges in used_up:
                 if (use := self.uses.get(name)) is None:
                     continue
                 if use.epoch > epoch:  # members that had heard of the end, and began the next epoch, are gone
                     use.epoch, use.left, use.held, use.used = epoch, (), {}, {}
-                back = both(ranges, use.done)
-                if member_id in use.answers:
-                    _set(use.held, member_id, union(use.held.get(member_id, ()), back))
-                else:
-                    use.left = union(use.left, back)
+                key = number, member_id if member_id in use.answers else ~member_id
+                _set(use.used, key, union(use.used.get(key, ()), both(ranges, use.done)))
+                if number > round_number:
+                    use.release([key])
         self.users = {user: min(first, round_number) for user, first in self.users.items()}
         self._said = {user: min(last, round_number - 1) for user, last in self._said.items()}
 
@@ -344,32 +392,42 @@ class Positions:
 
     # ── what was written down ─────────────────────────────────────────────────────────────────────────
 
-    def states(self, group: str) -> list[Data]:
+    def states(self, group: str) -> Iterator[Data | Used]:
         """All of it, to be written down."""
-        return [use.state(group) for use in self.uses.values()]
+        for use in self.uses.values():
+            yield use.state(group)
+            yield from use.state_of_used(group)
 
     def restore_end(self, round_number: int, used_up: tuple[Committed, ...]) -> None:
         """Take what was written of the end of a round, which may be written for the second time."""
         self.go_back(round_number)
         for committed in used_up:
             self.restore(committed)
+        for use in self.uses.values():
+            use.release([key for key in use.used if key[0] <= round_number])
         self._ends.append((round_number, used_up))
 
-    def restore(self, record: Data | Claim | Committed) -> None:
-        """Go on from what was written down, record after record; what is used in rounds that are not over is held."""
+    def restore(self, record: OfData | Committed) -> None:
+        """Go on from what was written down, record after record."""
         match record:
             case Data():
                 use = Use(record.name, record.order, record.by, record.epoch, record.left, record.begun)
                 use.held = {holder.member_id: holder.held for holder in record.holders if holder.held}
                 use.answers = {holder.member_id: Answer(*holder[2:]) for holder in record.holders if holder.number}
-                self.uses[record.name] = use
+                before, self.uses[use.name] = self.uses.get(use.name, use), use
+                for (number, user), ranges in before.used.items() if before.epoch == use.epoch else ():
+                    use.take_used(number, user, ranges)
             case Claim(_, name, member_id, number, epoch, ranges) if name in self.uses:
                 use = self.uses[name]
                 if epoch > use.epoch:
-                    use.epoch, use.left, use.held = epoch, use._all, {}
+                    use.epoch, use.left, use.held, use.used = epoch, use._all, {}, {}
                 use.begun = True
                 use.take_up(member_id, ranges, member_id)
                 use.answers[member_id] = Answer(number, epoch, ranges)
+            case Used(_, name, member_id, number, epoch, ranges, gone) if (
+                name in self.uses and epoch == self.uses[name].epoch
+            ):
+                self.uses[name].take_used(number, ~member_id if gone else member_id, ranges)
             case Committed(name, epoch, member_id, _, ranges) if name in self.uses and epoch == self.uses[name].epoch:
                 self.uses[name].take_up(member_id, ranges, None)
 
@@ -386,11 +444,10 @@ class Positions:
 
     def keep_only(self, member_ids: Iterable[int]) -> None:
         """Keep what ``member_ids`` hold: all others have departed."""
-        there = set(member_ids)
-        for use in self.uses.values():
-            for member_id in use.held.keys() - there:
-                use.give_back(member_id, use.held[member_id])
-            use.answers = {member_id: answer for member_id, answer in use.answers.items() if member_id in there}
+        known = {one for use in self.uses.values() for one in (*use.held, *use.answers, *(key[1] for key in use.used))}
+        for member_id in known.difference(member_ids):
+            if member_id >= 0:
+                self.depart(member_id)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gradserver.engine.control.group import Group
 from gradserver.engine.control.outliers import Verdict
 from gradserver.engine.control.quota import counted, used_ranges
-from gradserver.engine.data_records import Claim, Committed
+from gradserver.engine.data_records import Claim, Committed, Used
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects
 from gradserver.engine.lease_table import Use
@@ -36,7 +36,6 @@ from gradserver.engine.records import (
 )
 from gradserver.protocol.errors import GradServerError, WorkerLeftError
 from gradserver.protocol.plan import Plan as PlanTable
-from gradserver.protocol.ranges import Ranges
 
 
 def founded(group: Group, effects: Effects) -> None:
@@ -107,9 +106,14 @@ def claimed(group: Group, claim: Claim, effects: Effects) -> None:
     _write(group, claim, effects)
 
 
-def used(group: Group, ranges: Ranges, effects: Effects) -> None:
-    """A member says what it has used. That is written in the record of the round, and paid for here."""
-    _pay(group, used_ranges(ranges), effects)
+def used(group: Group, said: Used, is_new: bool, effects: Effects) -> None:
+    """A member says what it has used. That is written in the record of the round, and paid for here.
+
+    It is written at once where the group survives its coordinator: if the member dies too, no other process knows it.
+    """
+    if is_new and group.is_durable:
+        _write(group, said, effects)
+    _pay(group, used_ranges(said.ranges), effects)
 
 
 def completed(group: Group, record: RoundRecord, used_up: tuple[Committed, ...], effects: Effects) -> None:

@@ -6,7 +6,7 @@ Register, Claim: rounds before it are over     Located, Claimed; what was handed
 … they are not                                 it waits until they are
 … of other data than the others'               Failure, of scope DATA
 Claim that returns samples                     they are for the others, which is written down
-Used                                           noted
+Used                                           noted, and written down, if the group may survive its coordinator
 a round is complete at all shards              it is over: what was used in it is committed, and written down
 … and Used of a member that counted is on its  it is over when that has come, or its sender is gone
   way, as it came by shards elsewhere
@@ -23,7 +23,7 @@ from gradserver.engine.control.group import Group
 from gradserver.engine.control.group.leases import Question
 from gradserver.engine.control.names import check_name
 from gradserver.engine.control.quota import counted_ranges, used_ranges
-from gradserver.engine.data_records import Claim as HandedOut, Order
+from gradserver.engine.data_records import Claim as HandedOut, Order, Used as InContribution
 from gradserver.engine.effects import Effects
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import (
@@ -49,8 +49,11 @@ def receive(
     group.check_round(message.round - (not isinstance(message, Used)), type(message).__name__)
     if isinstance(message, Used):
         _check_quota(group, member_id, message, used_ranges(ranges))
-        journal.used(group, ranges, effects)
-        group.leases.positions.used(message.name, message.epoch, member_id, message.round, ranges, group.rounds.number)
+        said = InContribution(group.name, message.name, member_id, message.round, message.epoch, ranges)
+        is_new = group.leases.positions.used(
+            message.name, message.epoch, member_id, message.round, ranges, group.rounds.number
+        )
+        journal.used(group, said, is_new, effects)
         return
     if group.leases.asked.get((message.name, member_id)) == (message, ranges):
         return  # the same again, on a new connection

@@ -5,7 +5,7 @@
     Group, Subgroup, Durable, Handling, Epoch,   whole
     Stragglers, Entered, Chosen, Plan, Halt,
     Closed, Reset, Commits
-    Data, Claim, and the used data of a Round    ranges beyond `FREE_RANGES` for each member concerned
+    Data, Claim, Used, the used data of a Round  ranges beyond `FREE_RANGES` for each member concerned
     Round, Boundary, Cut                         not at all
 
 What is not counted belongs to rounds. It is small. Its price is that a round is exchanged or a sample is claimed, which
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gradserver.engine.data_records import Claim, Data
+from gradserver.engine.data_records import Claim, Data, Used
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Boundary, Cut, Round, Spent, size_of
 from gradserver.protocol.errors import JoinRefusedError, QuotaExceededError
@@ -38,6 +38,8 @@ FREE_RANGES: Final = 32
 """Ranges of one member that are not counted. A claim is one, or a few where samples of the dead are among them."""
 ENDED_BUDGETS: Final = 4
 """Budgets that ended groups may owe together, under names that the operator has not given."""
+_OF_ROUNDS: Final = Round | Boundary | Cut
+"""Records that are not counted."""
 _STEP: Final = 64
 """A budget is written down when it has changed by this part of it."""
 
@@ -165,9 +167,9 @@ class Quotas:
 def counted(record: Kind) -> int:
     """The bytes of ``record`` that its group's budget pays for."""
     match record:
-        case Round() | Boundary() | Cut():
+        case _ if isinstance(record, _OF_ROUNDS):
             return 0
-        case Claim(ranges=ranges):
+        case Claim(ranges=ranges) | Used(ranges=ranges):
             return counted_ranges(len(ranges))
         case Data(left=left, holders=holders):
             pieces = len(left) + sum(len(holder.held) + len(holder.answer) for holder in holders)
