@@ -99,6 +99,10 @@ def draw(seed: int) -> Case:
 
 
 _TOO_FEW: Final = "are needed to go on"
+_TO_JOIN: Final = "so that it can join"
+"""Words of the error of a worker that came as the last member ended, while the coordinator was away and missed that."""
+_IS_DROPPED: Final = "and is dropped"
+"""Words of the warning of a worker that is late by more than the staleness, which has a default."""
 _START_AGAIN: Final = "start again from a checkpoint"
 """Words of the error of workers that join a group, if its last member is gone: it was killed with all others."""
 
@@ -301,18 +305,17 @@ class Course:
 
 def judge(case: Case, folder: Path, lost: bool) -> Iterator[str]:
     """Yield what is wrong with the end of a course."""
-    expected = (*_EXPECTED, *(_AT_A_HALT if case.halts else ()))
     for path in sorted(folder.glob("*.error")):
         name, _, text = path.read_text().partition("\n")
-        is_expected = name.split()[0] in expected or ("WorkerLostError" in name and _TOO_LATE in text)
-        if not is_expected or ("DeadlineError" in name and _TOO_FEW not in text):
+        if not _is_expected(case, name.split()[0], text):
             yield f"{name}\n{text}"
         lost = lost or "LeftOutError" in name
     ends = {path.stem: np.load(path) for path in sorted(folder.glob("*.npz"))}
     if not ends:
         yield "no worker has come to the end"
+    dropped = _IS_DROPPED in (folder / "log").read_text(errors="replace")
     for name, end in ends.items():
-        yield from (f"{name} (round {end['round']}): {one}" for one in counts(case, end, lost))
+        yield from (f"{name} (round {end['round']}): {one}" for one in counts(case, end, lost, dropped))
     trainings: dict[str, tuple[str, Any]] = {}
     for name, end in ends.items():
         first, other = trainings.setdefault(str(end["born"]), (name, end))
@@ -321,10 +324,19 @@ def judge(case: Case, folder: Path, lost: bool) -> Iterator[str]:
                 yield f"{name} and {first} differ in {key}, in rounds {end['round']} and {other['round']}"
 
 
-def counts(case: Case, end: Any, lacking: bool) -> Iterator[str]:
+def _is_expected(case: Case, error: str, text: str) -> bool:
+    """Return whether an error is documented for what happens in a case."""
+    if error == "WorkerLostError" and _TOO_LATE in text:
+        return True
+    if error == "DeadlineError":
+        return _TO_JOIN in text or (bool(case.halts) and _TOO_FEW in text)
+    return error in (*_EXPECTED, *(_AT_A_HALT if case.halts else ()))
+
+
+def counts(case: Case, end: Any, lacking: bool, dropped: bool = False) -> Iterator[str]:
     """Yield what is wrong with the numbers of times that samples counted at one replica."""
     used, hits = (end[key].reshape(-1, CELLS) for key in ("used", "hits"))
-    drops = lacking or "drop" in case.options or "--staleness" in case.options
+    drops = lacking or dropped or "drop" in case.options or "--staleness" in case.options
     again = drops and bool({"--quorum", "--backup"}.intersection(case.options))
     too_often = (hits > 1) | (used > 1 + case.least / 4)
     laws: list[tuple[str, Callable[[], Any]]] = [
