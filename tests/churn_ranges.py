@@ -78,6 +78,13 @@ _TOO_LATE: Final = "is gone after"
 """A part of the WorkerLostError of a worker that is let in when the last member ends."""
 _AT_A_HALT: Final = ("WorkerLeftError", "WorkerLostError", "DeadlineError")
 """Errors of workers in a group that cannot go on without those that end, also when they have waited for others."""
+_TOO_FEW: Final = "are needed to go on"
+_TO_JOIN: Final = "so that it can join"
+"""Words of the error of a worker that came as the last member ended, while the coordinator was away and missed that."""
+_IS_DROPPED: Final = "and is dropped"
+"""Words of the warning of a worker that is late by more than the staleness, which has a default."""
+_START_AGAIN: Final = "start again from a checkpoint"
+"""Words of the error of workers that join a group, if its last member is gone: it was killed with all others."""
 
 
 def draw(seed: int) -> Case:
@@ -96,15 +103,6 @@ def draw(seed: int) -> Case:
         wire="fp32" if lossless else chance.choice(("fp32", "fp32", "bf16", "int8")),
         halts=() if kind == "plain" else chance.choice(((), ("told",), ("killed",), ("all",), ("killed", "told"))),
     )
-
-
-_TOO_FEW: Final = "are needed to go on"
-_TO_JOIN: Final = "so that it can join"
-"""Words of the error of a worker that came as the last member ended, while the coordinator was away and missed that."""
-_IS_DROPPED: Final = "and is dropped"
-"""Words of the warning of a worker that is late by more than the staleness, which has a default."""
-_START_AGAIN: Final = "start again from a checkpoint"
-"""Words of the error of workers that join a group, if its last member is gone: it was killed with all others."""
 
 
 class Course:
@@ -333,7 +331,7 @@ def _is_expected(case: Case, error: str, text: str) -> bool:
     return error in (*_EXPECTED, *(_AT_A_HALT if case.halts else ()))
 
 
-def counts(case: Case, end: Any, lacking: bool, dropped: bool = False) -> Iterator[str]:
+def counts(case: Case, end: Any, lacking: bool, dropped: bool) -> Iterator[str]:
     """Yield what is wrong with the numbers of times that samples counted at one replica."""
     used, hits = (end[key].reshape(-1, CELLS) for key in ("used", "hits"))
     drops = lacking or dropped or "drop" in case.options or "--staleness" in case.options

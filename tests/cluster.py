@@ -116,10 +116,16 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
     return value
 
 
-def stages(cluster: LocalCluster) -> list[str]:
-    """Return the stages of workers that join the cluster."""
-    groups: Any = cluster.snapshot()["groups"]
-    return [learner["stage"] for learner in groups["local"]["joining"]]
+def add_waiting(cluster: LocalCluster, count: int = 1, name: str | None = None) -> None:
+    """Add workers to the cluster, and return when they wait to come in."""
+
+    def stages() -> list[str]:
+        groups: Any = cluster.snapshot()["groups"]
+        return [learner["stage"] for learner in groups["local"]["joining"]]
+
+    for _ in range(count):
+        cluster.add(name)
+    wait_until(lambda: stages() == ["waiting"] * count, "they wait to come in")
 
 
 # ── a system in threads ───────────────────────────────────────────────────────────────────────────────

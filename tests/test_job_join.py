@@ -29,7 +29,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.plan import simple_plan
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp import alike
-from tests.cluster import Task, stages, wait_until
+from tests.cluster import Task, add_waiting, wait_until
 from tests.models import Convolutional, images, loss_of, optimizer_state, state_of
 from tests.replicas import same
 
@@ -111,13 +111,7 @@ class Run:
 
 def joined(cluster: LocalCluster, count: int = 1, name: str | None = None) -> Callable[[], None]:
     """Return a function that lets others join, and waits until the coordinator knows that they want to."""
-
-    def happen() -> None:
-        for _ in range(count):
-            cluster.add(name)
-        wait_until(lambda: stages(cluster) == ["waiting"] * count, "they wait to come in")
-
-    return happen
+    return lambda: add_waiting(cluster, count, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -275,8 +269,7 @@ def decaying(worker: Worker, decays: Callable[[Worker, Job], bool], rounds: int)
                     parameter.mul_(0.99)
         job.step()
         if worker.rank == 0 and job.round == 2:
-            worker.cluster.add()  # type: ignore[attr-defined]
-            wait_until(lambda: stages(worker.cluster) == ["waiting"], "it waits to come in")  # type: ignore[attr-defined]
+            add_waiting(worker.cluster)  # type: ignore[attr-defined]
     return job.round, state_of(model.module)
 
 
@@ -351,8 +344,7 @@ def test_a_member_that_cannot_send_its_state_is_not_asked_again(caplog: pytest.L
                 number = worker.enter(found.append)
                 assert found[-1]["round"] == number
             elif worker.rank == 0:
-                cluster.add()
-                wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                add_waiting(cluster)
             while worker.round < 12:
                 worker.push(0, np.ones(3, np.float32))
                 worker.finish_round()
@@ -382,8 +374,7 @@ def test_a_learner_goes_on_in_the_present_epoch_and_later_ones_are_dealt_among_a
                 model(inputs).sum().backward()
                 job.step()
                 if job.round == 2 and worker.rank == 0:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
             return job.round, worker.world_size
 
         results = cluster.run(train)
@@ -407,8 +398,7 @@ def test_a_loop_that_reports_its_loss_by_a_collective_can_be_joined() -> None:
                 job.step()
                 worlds.append(len(worker.all_gather(np.array([worker.rank]))))
                 if job.round == 3 and worker.rank == 0:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
             return worlds
 
         results = cluster.run(train)
@@ -438,8 +428,7 @@ def test_states_are_the_same_bits() -> None:
                 worker.push(0, np.ones(3, np.float32))
                 worker.finish_round()
                 if worker.round == 1:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
             return got
 
         _, (got,) = cluster.run(train)
@@ -492,8 +481,7 @@ def test_the_others_go_on_while_a_worker_joins_and_it_does_their_rounds_when_it_
                 alike += worker.world_size == 2 and not worker.observes
                 if worker.name == "worker-0":
                     if job.round == 2:
-                        cluster.add()
-                        wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                        add_waiting(cluster)
                     elif job.round == 4:
                         assert gate.reached.wait(20.0)
                     elif job.round == 4 + MEANWHILE:
@@ -550,8 +538,7 @@ def test_a_learner_in_a_group_with_a_quorum_can_be_late_from_its_first_round_on(
                 if worker.name != "worker-0":
                     continue
                 if job.round == 2:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
                 elif not end and job.round > 2 and holding.is_set():
                     end = job.round + 8
                 elif end and job.round == end - 4:
@@ -590,8 +577,7 @@ def test_a_learner_that_is_late_for_its_first_round_asks_and_saves_as_the_others
                     first.append(entry.round)
                 job.step()
                 if job.round == 2 and worker.rank == 0:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
             return job.round, worker.world_size
 
         found = cluster.run(train)

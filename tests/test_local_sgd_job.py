@@ -15,7 +15,7 @@ from gradserver import DataRanges, DistributedDataParallel, Job, LocalCluster, L
 from gradserver.protocol.errors import InvalidArgumentError, UsageError
 from gradserver.worker.client import Worker
 from gradserver.worker.job.checkpoint import Directory, read
-from tests.cluster import stages, wait_until
+from tests.cluster import add_waiting, wait_until
 from tests.models import Transformer, loss_of, seeded, tokens
 from tests.replicas import on, same
 
@@ -306,8 +306,7 @@ def test_a_worker_that_becomes_a_member_around_a_save_takes_part_in_the_rest_of_
                 if not is_founder and not worker.observes and not entered:
                     entered.append(worker.round - 1)
                 elif is_founder and worker.round == 3 and worker.rank == 0:
-                    cluster.add()
-                    wait_until(lambda: stages(cluster) == ["waiting"], "it waits to come in")
+                    add_waiting(cluster)
                 elif is_founder and worker.round == first - 1:
                     holding.set()
                     wait_until(lambda: learners[0]._session.learner.ready, "it has caught up")
