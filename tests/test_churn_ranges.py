@@ -14,7 +14,16 @@ from tests.churn_training import CELLS, ROWS, Case
 
 CASE = Case(0, "plain", (), False, False, 1, True, "fp32", ())
 """A case in which nothing may lack: there are two rows at least."""
+QUORUM = CASE._replace(options=("--quorum", "2"))
 LATE = CASE._replace(options=("--quorum", "2", "--late", "drop"))
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path) -> Path:
+    """Return the file of what the processes of a course printed."""
+    path = tmp_path / "log"
+    path.touch()
+    return path
 
 
 def end(folder: Path, name: str = "w1", change: Callable[[Any, Any], object] = lambda _used, _hits: None) -> None:
@@ -48,6 +57,7 @@ def test_replicas_in_which_each_sample_counted_once_are_right(tmp_path: Path) ->
         (CASE, True, put(0.0), "counted never"),
         (CASE, True, put(2.0, 0), "counted more than once"),
         (LATE, True, put(2.0), "counted more than once"),
+        (QUORUM, False, put(2.0, 0), "counted more than once"),
         (CASE, False, put(0.0, 0), "counted in some elements only"),
         (CASE, True, put(0.5, 0), "counted in part"),
     ],
@@ -64,6 +74,13 @@ def test_samples_that_did_not_count_once_are_named(
 def test_what_a_lost_worker_explains_is_right(case: Case, change: Callable[[Any, Any], object], tmp_path: Path) -> None:
     end(tmp_path, "w1", change)
     assert list(judge(case, tmp_path, True)) == []
+
+
+def test_samples_that_a_warning_says_to_be_dropped_may_count_again(log: Path, tmp_path: Path) -> None:
+    end(tmp_path, "w1", put(2.0, 0))
+    log.write_text("old (--staleness), and is dropped. Give it smaller batches\n")
+    assert list(judge(QUORUM, tmp_path, False)) == []
+    assert list(judge(CASE, tmp_path, False)) == ["w1 (round 7): 1 samples counted more than once: [5]"]
 
 
 def test_unequal_replicas_and_other_errors_and_no_end_are_named(tmp_path: Path) -> None:
