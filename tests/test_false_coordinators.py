@@ -20,7 +20,7 @@ from gradserver.protocol.limits import MIB
 from gradserver.protocol.messages import Status
 from gradserver.protocol.wire import encode
 from gradserver.snapshot import snapshot_in
-from tests.cluster import Program
+from tests.cluster import STARTED_WITHIN, Program
 from tests.strangers import impostor
 
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
@@ -80,7 +80,7 @@ print("grew", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1
 @pytest.mark.parametrize("what", ["status", "connect", "doctor", "serve"])
 def test_a_message_without_an_end_takes_little_memory(what: str) -> None:
     with endless() as (url, sent), Program("-c", CLIENT, what, url) as client:
-        client.end()
+        client.end(STARTED_WITHIN)  # the doctor looks at torch and at kernels, too
         told = "\n".join([*client.output(), *client.complaints()])
         assert "a message without an end" in told
         grew = int(told.partition("grew ")[2].split()[0])
