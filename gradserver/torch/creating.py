@@ -30,6 +30,7 @@ from gradserver.protocol.errors import (
     UsageError,
 )
 from gradserver.protocol.limits import MAX_TIMEOUT
+from gradserver.protocol.log import log
 from gradserver.protocol.url import parse_target
 from gradserver.torch import groups
 from gradserver.torch.coordinator import URL, coordinator_url
@@ -51,6 +52,12 @@ _REACHING_SECONDS: Final = 60.0
 _AGAIN_SECONDS: Final = 0.2
 GROUP: Final = "GRADSERVER_GROUP"
 """Environment variable with the name of the default group, for a coordinator that serves certain groups only."""
+
+_PLAIN: Final = (
+    "group %r of torch.distributed is on %s. Its sums are plain: without a wire format, quorum, robust mean, policy for "
+    "NaN, noise scale or ledger of gradients. Rounds of gradients have these: gradserver.torch.DistributedDataParallel, "
+    "or register_comm_hook(gradserver.torch.Rounds(), gradserver.torch.hook). docs/torch-backend.md says why"
+)
 
 
 class Root(NamedTuple):
@@ -83,7 +90,7 @@ def _check(options: Any) -> None:
     if options is not None:
         raise InvalidArgumentError(
             f"the backend 'gradserver' has no options, and got {type(options).__name__}: formats of the wire, means "
-            f"and policies are for rounds of gradients, which gradserver.DistributedDataParallel exchanges"
+            f"and policies are for rounds of gradients, which gradserver.torch.DistributedDataParallel exchanges"
         )
     by_device = backends_by_device()
     others = sorted({name for name in by_device.values() if name != "gradserver"})
@@ -91,7 +98,8 @@ def _check(options: Any) -> None:
         text = ",".join(f"{device}:{name}" for device, name in by_device.items())
         raise UsageError(
             f"the backend is {text!r}, and with this torch, before 2.14, 'gradserver' would replace "
-            f"{', '.join(others)} on all devices: give 'gradserver' alone, and make another group with new_group(backend='{others[0]}')"
+            f"{', '.join(others)} on all devices: give 'gradserver' alone, and make another group by "
+            f"new_group(backend='{others[0]}')"
         )
 
 
@@ -116,6 +124,8 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
     worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0), plane=None)
     if not wanted.global_ranks_in_group:
         _roots.append(Root(worker, os.getpid(), ranks))
+        if rank == 0:
+            log.info(_PLAIN, worker.group, f"the coordinator at {url}" if url else "a coordinator of its own")
     return worker
 
 

@@ -9,10 +9,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from gradserver.protocol.errors import GradServerError
+from gradserver.protocol.errors import GradServerError, UsageError
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.operations import Operations
 from gradserver.torch.private import HAS_PYTHON_BACKENDS, BackendBase, Store, c10d
+from gradserver.worker.client import Worker
 
 _SPELLINGS: Final = {
     "allreduce": ("allreduce", "allreduce_coalesced"),
@@ -36,7 +37,7 @@ _SPELLINGS: Final = {
     "recv_anysource": ("recv_anysource",),
 }
 """Names by which versions of torch call each operation."""
-MADE: Final[dict[str, Any]] = {}
+MADE: Final[dict[str, _Common]] = {}
 """Groups by name. Without a reference of ours, C++ would lose the Python half of one."""
 
 
@@ -177,6 +178,29 @@ class BackendGradServer(_Common, BackendBase):  # type: ignore[misc]  # torch ha
         """Wait for all ranks, as `Operations.monitored_barrier` does."""
         timeout = options if isinstance(options, timedelta | None) else options.timeout
         _forward("monitored_barrier")(self, timeout, wait_all_ranks)
+
+
+def worker(group: Any = None) -> Worker:
+    """Return this process's membership of a process group with the backend "gradserver".
+
+    Args:
+        group: the process group; None for the default one.
+
+    Raises:
+        UsageError: there is no default group, this process is not in the group, or the group has another backend.
+    """
+    if not dist.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group('gradserver') first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this process is not a member of that process group: call this at its members")
+    chosen = dist.group.WORLD if group is None else group
+    found = MADE.get(chosen.group_name)
+    if found is None:
+        raise UsageError(
+            f"the process group has the backend {dist.get_backend(chosen)!r}, and no worker of gradserver: make it by "
+            f"init_process_group('gradserver') or new_group(backend='gradserver')"
+        )
+    return found.operations.worker
 
 
 def made_of(operations: Operations, store: Store, name: str, timeout: timedelta) -> Any:

@@ -401,7 +401,8 @@ class Operations:
             raise UsageError(
                 f"group {self.worker.group!r} is elastic: it goes on without a member that is lost, and torch's "
                 f"callers divide sums by the {self.size} ranks of the start. Start the coordinator with "
-                f"--workers {self.size} (not MIN:MAX), or exchange gradients in rounds, with gradserver.DistributedDataParallel"
+                f"--workers {self.size} (not MIN:MAX), or exchange gradients in rounds, with "
+                f"gradserver.torch.DistributedDataParallel"
             )
 
     def _check_lists(self, what: str, targets: Tensors, given: Tensor) -> None:
