@@ -20,6 +20,7 @@ from gradserver import (
     WorkerLeftError,
     WorkerLostError,
 )
+from gradserver.torch import private
 from gradserver.torch.hook import Rounds, hook
 from gradserver.worker.client import Worker
 from tests.models import state_of
@@ -31,7 +32,7 @@ STEPS = 5
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
     """Make a process group of one member, over which torch's wrapper has nothing to exchange."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=private.c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -55,7 +56,7 @@ def wrapped(worker: Worker, module: nn.Module, **options: Any) -> tuple[Distribu
     return model, rounds
 
 
-def train(worker: Worker, steps: int = STEPS, **options: Any) -> dict[str, Tensor]:
+def train(worker: Worker, /, steps: int = STEPS, **options: Any) -> dict[str, Tensor]:
     model, _ = wrapped(worker, layers(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
@@ -102,7 +103,7 @@ def test_buckets_are_pushed_while_backward_runs_once_torch_keeps_them(monkeypatc
                 return push(bucket, data, **options)
 
             monkeypatch.setattr(worker, "push", noting)
-            first = next(module.parameters())  # its gradient is the last of a backward
+            first: Any = next(module.parameters())  # its gradient is the last of a backward
             first.register_hook(lambda _: events.append(("backward ends", worker.round)))
             for step in range(5):
                 model(inputs(step, 0)).sum().backward()
@@ -147,7 +148,7 @@ def test_two_models_of_a_worker_have_rounds_of_their_own() -> None:
                     with torch.no_grad():
                         for parameter in model.parameters():
                             assert parameter.grad is not None
-                            parameter -= 0.1 * parameter.grad
+                            parameter.sub_(0.1 * parameter.grad)
             return state_of(models[0]), state_of(models[1])
 
         first, second = cluster.run(run)

@@ -22,7 +22,7 @@ from tests.models import Transformer, loss_of, state_of, tokens
 from tests.replicas import same
 
 
-def train(worker: Worker, wrapper: type[gradserver.DistributedDataParallel], **options: Any) -> dict[str, Tensor]:
+def train(worker: Worker, /, wrapper: type[gradserver.DistributedDataParallel], **options: Any) -> dict[str, Tensor]:
     model = wrapper(Transformer(), worker=worker, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):

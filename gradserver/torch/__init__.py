@@ -10,6 +10,8 @@ Scripts need not import this package: torch does, by an entry point. docs/torch-
     groups        the classes that torch sees, over one table of operations
     operations    that table: each operation of torch, by the collectives of a worker
     work          operations under way, and their futures
+    ddp           gradserver's wrapper, as a subclass of torch's
+    hook          gradients of torch's own wrapper, as rounds
     errors        gradserver's errors, which are errors of torch's backends too
     private       names of torch that are not public
 """
@@ -20,14 +22,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradserver.torch.ddp import DistributedDataParallel as DistributedDataParallel
     from gradserver.torch.groups import worker as worker
+    from gradserver.torch.hook import Rounds as Rounds, hook as hook
 
 _HOME = {
+    "DistributedDataParallel": "gradserver.torch.ddp",
+    "Rounds": "gradserver.torch.hook",
+    "hook": "gradserver.torch.hook",
     "worker": "gradserver.torch.groups",
 }
 """Modules of the public names, which are imported when they are first used."""
 
-__all__ = ["worker"]
+__all__ = ["DistributedDataParallel", "Rounds", "hook", "worker"]
 
 if not TYPE_CHECKING:  # type checkers go by the imports above, and so report a name that does not exist
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
+from gradserver.torch.groups import worker as worker_of
 from gradserver.worker.client import Worker
 from gradserver.worker.torch_ddp.ddp import DistributedDataParallel as OfGradserver
 from gradserver.worker.torch_ddp.torch_names import NAMES, LikeTorch
@@ -69,12 +70,10 @@ class DistributedDataParallel(OfGradserver, _Kin):  # type: ignore[misc] # join:
         **options: Any,
     ) -> None:
         if worker is None:
-            from gradserver.torch.groups import worker as worker_of  # with a worker at hand no process group is needed
-
             worker = worker_of(process_group)
         super().__init__(module, worker, device_ids=device_ids, output_device=output_device, dim=dim, **options)
 
     @property
-    def process_group(self) -> Any:
+    def process_group(self) -> Any:  # type: ignore[override] # torch's is an attribute
         """The default process group. None if there is none."""
         return dist.group.WORLD

@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed import GradBucket
 from torch.futures import Future
 
 from gradserver.protocol.dtypes import DType
 from gradserver.protocol.errors import OutOfStepError, UsageError
 from gradserver.protocol.exchange import Op
 from gradserver.protocol.plan import Bucket, Component, Plan
+from gradserver.torch.groups import worker
+from gradserver.torch.private import GradBucket
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker, check_weight
 from gradserver.worker.tensors import wire_dtype
@@ -85,8 +86,6 @@ class Rounds:
     def worker(self) -> Worker:
         """The worker that exchanges the gradients."""
         if self._worker is None:
-            from gradserver.torch.groups import worker  # with a worker at hand no process group is needed
-
             self._worker = worker()
         return self._worker
 

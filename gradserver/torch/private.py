@@ -7,6 +7,7 @@ import sys
 from typing import Any, Final
 
 from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import GradBucket as GradBucket
 
 c10d: Final[Any] = _distributed_c10d
 """The module itself. It has no complete types."""
