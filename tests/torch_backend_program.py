@@ -32,8 +32,6 @@ import gradserver.torch
 warnings.simplefilter("ignore", FutureWarning)  # torch's, about old names of operations
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gradserver/torch/entry"))
 
-from gradserver_torch_entry import register  # type: ignore[import-untyped]  # noqa: E402
-
 dist: Any = torch.distributed  # many of its functions have no types
 BACKEND = "gradserver"
 PATIENCE = timedelta(seconds=60)
@@ -363,7 +361,7 @@ def futures(folder: str, rank: int, size: int) -> None:
     """Wait in callbacks, several deep; poll; and have many futures at once with few threads."""
     start(folder, rank, size)
 
-    def again(depth: int, future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    def again(depth: int, future: Any) -> list[torch.Tensor]:
         (tensor,) = future.value()
         if depth:
             inner = dist.all_reduce(tensor, async_op=True).get_future()
@@ -694,6 +692,16 @@ def disagreeing(folder: str, rank: int, size: int, what: str) -> None:
     assert time.monotonic() - since < 10
 
 
+def elastic(folder: str, rank: int, size: int) -> None:
+    """Make a group that can go on without a member: it sums nothing, and copies as usual."""
+    start(folder, rank, size)
+    with raises(gradserver.UsageError, "elastic", f"--workers {size}", "DistributedDataParallel"):
+        dist.all_reduce(torch.ones(1))
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, 1)
+    assert tensor.item() == 1.0
+
+
 def failing(folder: str, rank: int, size: int, **more: Any) -> None:
     """Make the group, and say why that failed."""
     timeout = timedelta(seconds=more.pop("timeout", 30))
@@ -709,7 +717,7 @@ def failing(folder: str, rank: int, size: int, **more: Any) -> None:
 
 
 def main(name: str, folder: str, rank: str, size: str, more: str = "{}") -> None:
-    register()
+    import_module("gradserver_torch_entry").register()
     globals()[name](folder, int(rank), int(size), **json.loads(more))
     if dist.is_initialized():
         dist.destroy_process_group()
