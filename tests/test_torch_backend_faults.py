@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,12 +182,11 @@ def test_elastic_group_refuses_a_sum(tmp_path: Path) -> None:
 
 
 def test_mixed_devices_and_options_are_refused(tmp_path: Path) -> None:
-    for number, (more, words) in enumerate(
-        (
-            ({"backend": "cpu:gloo,cuda:gradserver"}, ("cpu:gloo", "replace", "new_group")),
-            ({"pg_options": {"wire": "int8"}}, ("no options", "DistributedDataParallel")),
-        )
-    ):
+    wrong: list[tuple[dict[str, Any], list[str]]] = [
+        ({"backend": "cpu:gloo,cuda:gradserver"}, ["cpu:gloo", "replace", "new_group"]),
+        ({"pg_options": {"wire": "int8"}}, ["no options", "DistributedDataParallel"]),
+    ]
+    for number, (more, words) in enumerate(wrong):
         with ranks("failing", tmp_path, 1, name=f"store-{number}", **more) as (program,):
             _, text, _ = failure(program)
             assert all(word in text for word in words), text

@@ -317,13 +317,14 @@ def spellings(folder: str, rank: int, size: int) -> None:
     start(folder, rank, size)
     group: Any = dist.group.WORLD
     one, total = torch.tensor([rank + 1.0]), size * (size + 1) / 2
-    for call in (
+    calls: tuple[Callable[[torch.Tensor], Any], ...] = (
         lambda t: group.allreduce([t]),
         lambda t: group.allreduce(t, ReduceOp.SUM),
         lambda t: group.allreduce(t, op=ReduceOp.SUM),
         lambda t: group.allreduce([t], dist.AllreduceOptions()),
         lambda t: group.allreduce_coalesced([t]),
-    ):
+    )
+    for call in calls:
         tensor = one.clone()
         work = call(tensor)
         assert work.wait() is True
@@ -649,8 +650,8 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
     """Give tensors that cannot be right: this rank alone raises, and the next operation is as usual."""
     start(folder, rank, size)
     ones, tensor = [torch.ones(2) for _ in range(size)], torch.ones(2)
-    scaled = dist.distributed_c10d._make_nccl_premul_sum(2.0)  # type: ignore[attr-defined]
-    for words, call in (
+    scaled = dist.distributed_c10d._make_nccl_premul_sum(2.0)
+    wrong: tuple[tuple[tuple[str, ...], Callable[[], Any]], ...] = (
         (("mean", "int64"), lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)),
         (("PREMUL_SUM", "SUM, AVG"), lambda: dist.all_reduce(tensor, scaled)),
         (("BAND", "float32"), lambda: dist.all_reduce(tensor, ReduceOp.BAND)),
@@ -667,8 +668,9 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
         (("to_dense",), lambda: dist.broadcast(tensor.to_sparse(), 0)),
         (("share one memory",), lambda: dist.all_reduce(torch.ones(1).expand(3))),
         (("meta",), lambda: dist.all_reduce(torch.ones(2, device="meta"))),
-        (("source",), lambda: dist.recv(tensor)),
-    ):
+        (("share one memory",), lambda: dist.recv(torch.ones(1).expand(3), 1 - rank)),
+    )
+    for words, call in wrong:
         with raises((RuntimeError, ValueError, gradserver.GradServerError), *words):
             call()
         check = torch.ones(1)
