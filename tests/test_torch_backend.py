@@ -57,6 +57,7 @@ def run(name: str, folder: Path, size: int, **arguments: Any) -> None:
         ("deadlines", 2),
         ("monitored", 4),
         ("groups", 3),
+        ("any_source", 3),
         ("forked", 2),
         ("wrong_tensors", 2),
     ],

@@ -430,6 +430,42 @@ def monitored(folder: str, rank: int, size: int) -> None:
     together(folder, rank, size)
 
 
+def any_source(folder: str, rank: int, size: int) -> None:
+    """Receive from any rank: in the order of each, beside receives from a certain one, and from one that dies."""
+    start(folder, rank, size)
+    if rank == 0:
+        found: list[tuple[int, float]] = []
+        for _ in range(3 * (size - 1)):
+            tensor = torch.empty(2)
+            found.append((dist.recv(tensor), tensor[0].item()))
+        for peer in range(1, size):
+            assert [value for source, value in found if source == peer] == [10.0 * peer + one for one in range(3)]
+        early, late = torch.empty(1), torch.empty(1)
+        works = dist.irecv(early, tag=7), dist.irecv(late, src=1, tag=8)
+        dist.barrier()  # the others send before it: this is under way already
+        for work in works:
+            work.wait()
+        assert (works[0]._source_rank(), early.item(), late.item()) == (2, 7.0, 8.0)
+        with raises(RuntimeError, "without elements"):
+            dist.recv(torch.empty(0))
+        with raises(gradserver.DeadlineError, "any rank", "timed out"):
+            dist.irecv(early).wait(timedelta(seconds=0.3))
+        say("waiting")
+        with raises(gradserver.WorkerLostError, "(rank 2)"):
+            dist.recv(early, tag=9)
+    else:
+        for number in range(3):
+            dist.send(torch.full((2,), 10.0 * rank + number), 0)
+        if rank == 2:
+            dist.send(torch.tensor([7.0]), 0, tag=7)
+        if rank == 1:
+            dist.send(torch.tensor([8.0]), 0, tag=8)
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    together(folder, rank, size - 1)
+
+
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
