@@ -122,3 +122,39 @@ def test_a_worker_joins_a_group_that_trains_with_it(tmp_path: Path) -> None:
     for other in others:
         assert other[0] == first[0]
         assert same(other[1], first[1])
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, gradserver.DistributedDataParallel])
+def test_metrics_are_a_flat_dict_of_numbers(wrapper: type[gradserver.DistributedDataParallel]) -> None:
+    with LocalCluster(2) as cluster:
+
+        def run(worker: Worker) -> tuple[dict[str, float], dict[str, float], float]:
+            model = wrapper(nn.Linear(2, 1), worker=worker, max_grad_norm=100.0)
+            before = model.metrics()
+            model.set_weight(3.0)
+            model(torch.ones(4, 2)).sum().backward()
+            return before, model.metrics(), model.grad_norm
+
+        for before, after, norm in cluster.run(run):
+            assert before == {**before, "gradserver/round": 0.0, "gradserver/world_size": 2.0}
+            assert "gradserver/grad_norm" not in before
+            assert all(type(value) is float for value in after.values())
+            assert after.pop("gradserver/exchange_seconds") > 0
+            epoch = after.pop("gradserver/membership_epoch")
+            assert epoch >= 1
+            assert after == {
+                "gradserver/round": 1.0,
+                "gradserver/world_size": 2.0,
+                "gradserver/total_weight": 6.0,
+                "gradserver/grad_norm": norm,
+                "gradserver/own_grad_norm": pytest.approx(norm),
+                "gradserver/skipped": 0.0,
+                "gradserver/left_out": 0.0,
+            }
+
+
+def test_metrics_of_local_sgd_are_those_of_the_group() -> None:
+    with LocalCluster(1) as cluster:
+        ((found),) = cluster.run(lambda worker: gradserver.LocalSGD(nn.Linear(2, 1), worker, every=2).metrics())
+    assert found == {**found, "gradserver/round": 0.0, "gradserver/world_size": 1.0}
+    assert found.keys() == {"gradserver/round", "gradserver/world_size", "gradserver/membership_epoch"}
