@@ -16,16 +16,17 @@ pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
 EXAMPLES = ROOT / "examples" / "trainers"
 WEIGHTS = re.compile(r"rank (\d+) on .*?: (.*weights [0-9a-f]{64})")
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 SECONDS = 240.0
 
 
 @cache
 def outcomes(script: str, ranks: int, *options: str) -> dict[int, str]:
     """Run an example with so many ranks; 0 if it starts them itself. Return what each says at its end, by rank."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+    launcher = [*LAUNCHER, str(ranks)] if ranks else [sys.executable]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / script), *options],
+        [*launcher, str(EXAMPLES / script), *options],
         env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -85,8 +86,7 @@ def test_accelerates_own_scripts_pass(module: str) -> None:
         f"runpy.run_module('accelerate.test_utils.scripts.{module}', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, "-c"]
-        + [program],
+        [*LAUNCHER, "2", "--no-python", sys.executable, "-c", program],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -28,11 +29,11 @@ def saved_and_loaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     weights, steps = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": steps}, checkpoint_id=folder[0])
+    save({"model": weights, "optimizer": steps}, checkpoint_id=folder[0])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    checkpoint.load({"model": weights, "optimizer": steps}, checkpoint_id=folder[0])
+    load({"model": weights, "optimizer": steps}, checkpoint_id=folder[0])
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=steps)
 
 

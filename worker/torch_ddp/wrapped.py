@@ -33,7 +33,11 @@ class WrappedModule(nn.Module):
         left out.
         """
         worker = self.worker
-        figures = {"round": worker.round, "world_size": worker.world_size, "membership_epoch": worker.epoch}
+        figures: dict[str, float] = {
+            "round": worker.round,
+            "world_size": worker.world_size,
+            "membership_epoch": worker.epoch,
+        }
         figures.update(self._figures())
         return {f"gradserver/{name}": float(value) for name, value in figures.items() if not math.isnan(value)}
 
