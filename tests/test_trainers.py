@@ -15,7 +15,7 @@ from tests.cluster import ROOT
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
 EXAMPLES = ROOT / "examples" / "trainers"
-WEIGHTS = re.compile(r"rank (\d+) on .*?: (.*weights [0-9a-f]{64})")
+WEIGHTS = re.compile(r"rank (\d+) on .*?: (.*?weights [0-9a-f]{64})")
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 SECONDS = 240.0
 
