@@ -772,6 +772,7 @@ def elastic(folder: str, rank: int, size: int) -> None:
 
 def failing(folder: str, rank: int, size: int, **more: Any) -> None:
     """Make the group, and say why that failed."""
+    import_module("gradserver.torch.creating")
     timeout = timedelta(seconds=more.pop("timeout", 30))
     since = time.monotonic()
     try:
