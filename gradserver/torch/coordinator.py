@@ -1,0 +1,140 @@
+"""The coordinator that rank 0 starts, in a process of its own, if GRADSERVER_URL names none.
+
+Run as a program, this module is that coordinator: ``python -m gradserver.torch.coordinator tcp://HOST:PORT``. It ends
+with the process that has started it, whatever ends that: it sees so by a descriptor of that process, or by the end of
+its standard input. Then the others are told which rank was lost. So it ends when no member is left, or soon.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from gradserver.protocol.errors import CoordinatorError
+from gradserver.protocol.limits import MAX_TIMEOUT
+from gradserver.protocol.url import numeric_url
+
+URL: Final = "GRADSERVER_URL"
+_LEAVING_SECONDS: Final = 10.0
+"""Time that other members have to hear of the end of rank 0's process, and to leave."""
+_LOOKING_SECONDS: Final = 0.05
+_DISCARD: Final = 9
+
+
+class Started(NamedTuple):
+    """A coordinator, with the address that it was to listen at, and the process that has started it."""
+
+    process: subprocess.Popen[str]
+    bind: str
+    parent: int
+    url: str
+
+
+_started: list[Started] = []
+
+
+# ── the process that starts it ────────────────────────────────────────────────────────────────────────────
+
+
+def coordinator_url(host: str | None) -> str:
+    """Return the URL of this process's coordinator, as the other ranks reach it; one is started if there is none.
+
+    Args:
+        host: the host of torch's store, as all ranks have it; None if the store is not on a network.
+    """
+    bind, shown = addresses(host)
+    for one in _started:
+        if (one.bind, one.parent) == (bind, os.getpid()) and one.process.poll() is None:
+            return one.url
+    command = [sys.executable, "-P", "-m", "gradserver.torch.coordinator", numeric_url(bind, 0)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches the ranks alone, and it has to tell them of each other's ends
+    )
+    assert process.stdout is not None
+    found = re.search(r"listening on tcp://\S+:(\d+)", process.stdout.readline())
+    if found is None:
+        process.kill()
+        raise CoordinatorError(
+            f"rank 0 could not start a coordinator at {bind} (status {process.wait()}; its words are above): start "
+            f"`gradserver serve`, and set {URL} for all ranks"
+        )
+    url = numeric_url(shown, int(found[1]))
+    _started.append(Started(process, bind, os.getpid(), url))
+    return url
+
+
+def addresses(host: str | None) -> tuple[str, str]:
+    """Return the address to listen at, and the one that other ranks are told.
+
+    It is that of this machine by which it reaches the store, or the others do. Without a store on a network all ranks
+    are on this machine.
+    """
+    if host is None:
+        return "127.0.0.1", "127.0.0.1"
+    own = _own_address(host)
+    if not own.startswith(("127.", "::1")):
+        return own, own
+    if host == "localhost" or host.startswith(("127.", "::1")):
+        return own, own
+    return "0.0.0.0", host  # a name that means this machine by itself, as in some hosts files, and others know better
+
+
+def _own_address(host: str) -> str:
+    """Return this machine's address on the way to ``host``."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+# ── the coordinator itself ────────────────────────────────────────────────────────────────────────────────
+
+
+def main(bind: str) -> int:
+    """Serve until the parent has ended, and the other members are gone."""
+    from gradserver.daemon import serve
+
+    parent = os.getppid()
+
+    def attend(server: Any, is_idle: Any) -> None:
+        threading.Thread(
+            target=_end_with, args=(parent, server, is_idle), name="gradserver-parent", daemon=True
+        ).start()
+
+    return serve(bind, {}, quiet=True, round_timeout=MAX_TIMEOUT, attend=attend)
+
+
+def _end_with(parent: int, server: Any, is_idle: Any) -> None:
+    """Wait for the end of the parent, and then stop the server when it is idle."""
+    poller = select.poll()
+    poller.register(sys.stdin.fileno(), select.POLLHUP)
+    with suppress(OSError):  # an old kernel, or one that forbids it: children of the parent may keep our input open
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+    if os.getppid() == parent:
+        poller.poll()
+    until = time.monotonic() + _LEAVING_SECONDS
+    while not server.is_stopping and time.monotonic() < until:
+        server.look(lambda: server.request_stop("rank 0 has ended") if is_idle() else None)
+        time.sleep(_LOOKING_SECONDS)
+    server.request_stop("rank 0, which had started it, has ended")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

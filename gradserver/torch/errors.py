@@ -1,0 +1,36 @@
+"""gradserver's errors as torch.distributed raises them: each is an error of torch's backends, too."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from gradserver.protocol.errors import DeadlineError, GradServerError
+
+
+def as_torchs(error: GradServerError) -> GradServerError:
+    """Return ``error`` as one that scripts know: also a DistBackendError, and so a RuntimeError.
+
+    The text of a wait that ran out says "timed out", as scripts look for these words.
+    """
+    if isinstance(error, dist.DistBackendError):
+        return error
+    text = error.message
+    if isinstance(error, DeadlineError) and "timed out" not in text.lower():
+        text = f"Timed out: {text}"
+    kind: Any = type(error)
+    return _both(kind)(text, **error.fields)
+
+
+@cache
+def _both(kind: Any) -> type[GradServerError]:
+    """Return a class of ``kind`` that is a DistBackendError, under the same name."""
+
+    def reduce(self: GradServerError) -> tuple[Any, ...]:
+        return as_torchs, (kind(self.message, **self.fields),)
+
+    fields = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": reduce}
+    made: type[GradServerError] = type(kind.__name__, (kind, dist.DistBackendError), fields)
+    return made

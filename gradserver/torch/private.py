@@ -1,0 +1,46 @@
+"""Names of torch that are not public, all of them here. Tried with torch 2.13.0 and 2.14.1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Final
+
+from torch._C import _distributed_c10d
+
+c10d: Final[Any] = _distributed_c10d
+"""The module itself. It has no complete types."""
+Store = Any
+"""A store: ``torch.distributed.Store``."""
+BackendBase: Final[Any] = c10d.Backend
+"""The class of backends that a process group has for its devices."""
+HAS_PYTHON_BACKENDS: Final = hasattr(BackendBase, "all_gather_single") and hasattr(BackendBase, "reconfigure")
+"""True from torch 2.14 on: a backend may be a Python class. Before, it has to be the whole process group."""
+TORCHCOMMS: Final = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+"""Environment variable with which torch gives all groups to torchcomms."""
+
+
+def uses_torchcomms() -> bool:
+    """Return True if the environment has torch give all groups to torchcomms."""
+    return os.environ.get(TORCHCOMMS, "").lower() in ("1", "true", "yes", "on")
+
+
+def backends_by_device() -> dict[str, str]:
+    """Return the backends of the group that torch makes just now, by device; empty if torch does not tell.
+
+    A creator is not told. But it is called by the function that has read what the caller wants.
+    """
+    frame = sys._getframe(1)
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_code.co_name == "_new_process_group_helper":
+            config = frame.f_locals.get("backend_config")
+            return dict(config.get_device_backend_map()) if config is not None else {}
+    return {}
+
+
+def host_of(store: Store) -> str | None:
+    """Return the host at which a store is, as processes find it; None if it is a file or memory."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
