@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.conformance.crew import FORK, GOOD, Crew, Kind, Outcome, World
-from tests.conformance.expected import counted, drift, drift_of_figures, entries, kinds
+from tests.conformance.expected import counted, drift, drift_of_figures, entries, kinds, told
 from tests.conformance.suite import GLOO, SuiteError, case_of, load, names_of
 
 OURS: Final = "gradserver"
@@ -32,7 +32,7 @@ LIMIT: Final = 60.0
 """Seconds that a test may take."""
 SHORT: Final = 15.0
 """Seconds for a test that is not expected to pass."""
-LOADED: Final = ("torch.testing._internal.common_distributed", "gradserver.worker.connect")
+LOADED: Final = ("torch.testing._internal.common_distributed", "gradserver.torch.creating", "gradserver.worker.connect")
 """Modules that are imported once for all processes."""
 ENVIRONMENT: Final = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -76,41 +76,46 @@ def run(backend: str, size: int, only: str, listed: Mapping[str, Kind], progress
                 began = time.monotonic()
                 outcomes[test] = outcome = crew.run(test, SHORT if test in listed else LIMIT)
                 if outcome.kind not in GOOD or progress:
-                    print(f"  {test}, {time.monotonic() - began:.1f} s: {outcome}", flush=True)
+                    print(f"  {backend}: {test}, {time.monotonic() - began:.1f} s: {outcome}", flush=True)
         finally:
             crew.end()
     return outcomes
 
 
-def _run_and_tell(line: Connection, *arguments: Any) -> None:
-    line.send(run(*arguments))
+class Apart:
+    """A call of `run` in a process that is forked for it."""
 
+    def __init__(self, *arguments: Any) -> None:
+        self._line, theirs = FORK.Pipe(duplex=False)
+        self._began = time.monotonic()
+        self._process = FORK.Process(target=self._run, args=(theirs, arguments))
+        self._process.start()
+        theirs.close()
 
-def apart(*arguments: Any) -> dict[str, Outcome]:
-    """Call `run` in a process that is forked for it."""
-    ours, theirs = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_run_and_tell, args=(theirs, *arguments))
-    process.start()
-    theirs.close()
-    try:
-        outcomes: dict[str, Outcome] = ours.recv()
-    except EOFError:
-        raise SuiteError(f"the tests with {arguments[0]} ended early: see above") from None
-    finally:
-        process.join()
-    return outcomes
+    @staticmethod
+    def _run(line: Connection, arguments: Sequence[Any]) -> None:
+        line.send(run(*arguments))
+
+    def result(self) -> tuple[dict[str, Outcome], float]:
+        """Return the outcomes, and the seconds that it took."""
+        try:
+            outcomes: dict[str, Outcome] = self._line.recv()
+        except EOFError:
+            raise SuiteError("the tests ended early: see above") from None
+        finally:
+            self._process.join()
+        return outcomes, time.monotonic() - self._began
 
 
 def run_world(size: int, only: str, torch: str, progress: bool) -> tuple[dict[str, dict[str, Outcome]], list[str]]:
-    """Run the tests with both backends in a world. Return the outcomes by backend, and what has drifted."""
+    """Run the tests with both backends at once. Return the outcomes by backend, and what has drifted."""
     listed, found, lines = entries(), dict[str, dict[str, Outcome]](), list[str]()
-    for backend in (GLOO, OURS):
-        expected, began = kinds(listed, backend, size, torch), time.monotonic()
-        found[backend] = apart(backend, size, only, expected, progress)
-        counts, seconds = counted(found[backend]), time.monotonic() - began
-        print("world {}, {:<10} {:3} passed, {:3} not, {:3} skipped".format(size, backend, *counts), end="")
-        print(f"   {seconds:4.0f} s", flush=True)
-        wanted = {test: kind for test, kind in expected.items() if re.search(only, test)}
+    expected = {backend: kinds(listed, backend, size, torch) for backend in (GLOO, OURS)}
+    runs = {backend: Apart(backend, size, only, expected[backend], progress) for backend in expected}
+    for backend, one in runs.items():
+        found[backend], seconds = one.result()
+        print(f"world {size}, {backend:<10} {told(counted(found[backend]))}, in {seconds:.0f} s", flush=True)
+        wanted = {test: kind for test, kind in expected[backend].items() if re.search(only, test)}
         lines += [f"{backend}: {line}" for line in drift(found[backend], wanted, found[GLOO])]
     if not only:
         lines += drift_of_figures(torch, size, {backend: counted(outcomes) for backend, outcomes in found.items()})

@@ -28,7 +28,7 @@ from tests.conformance.suite import MODULE
 P = ParamSpec("P")
 
 FORK: Final = multiprocessing.get_context("fork")
-GRACE: Final = 5.0
+GRACE: Final = 3.0
 """Seconds for the other ranks when one has failed. Most fail, too, and say more."""
 
 

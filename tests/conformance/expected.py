@@ -112,8 +112,9 @@ def drift_of_figures(torch: str, world: int, counts: Mapping[str, tuple[int, int
             for backend, now in counts.items():
                 before = row.gloo if backend == GLOO else row.gradserver
                 if now != before:
-                    yield f"{backend}: {_counts(now)}. The figures say {_counts(before)}."
+                    yield f"{backend}: {told(now)}. The figures say {told(before)}."
 
 
-def _counts(counts: tuple[int, int, int]) -> str:
+def told(counts: tuple[int, int, int]) -> str:
+    """Return such counts in words."""
     return "{} passed, {} not, {} skipped".format(*counts)
