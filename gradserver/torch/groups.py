@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradserver.protocol.errors import GradServerError, UsageError
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.operations import Operations
-from gradserver.torch.private import HAS_PYTHON_BACKENDS, BackendBase, Store, c10d
+from gradserver.torch.private import HAS_PYTHON_BACKENDS, BackendBase, Store, admit_monitored_barrier, c10d
 from gradserver.worker.client import Worker
 
 _SPELLINGS: Final = {
@@ -193,7 +193,7 @@ def worker(group: Any = None) -> Worker:
         raise UsageError("there is no process group: call torch.distributed.init_process_group('gradserver') first")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("this process is not a member of that process group: call this at its members")
-    chosen = dist.group.WORLD if group is None else group
+    chosen: Any = dist.group.WORLD if group is None else group
     found = MADE.get(chosen.group_name)
     if found is None:
         raise UsageError(
@@ -205,6 +205,7 @@ def worker(group: Any = None) -> Worker:
 
 def made_of(operations: Operations, store: Store, name: str, timeout: timedelta) -> Any:
     """Return the object that this torch takes for a group."""
+    admit_monitored_barrier(lambda group: isinstance(group, _Common))
     if HAS_PYTHON_BACKENDS:
         return BackendGradServer(operations, store, name, timeout)
     return ProcessGroupGradServer(operations, store, name)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 c10d: Final[Any] = _distributed_c10d
@@ -23,6 +27,25 @@ TORCHCOMMS: Final = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 def uses_torchcomms() -> bool:
     """Return True if the environment has torch give all groups to torchcomms."""
     return os.environ.get(TORCHCOMMS, "").lower() in ("1", "true", "yes", "on")
+
+
+def admit_monitored_barrier(is_ours: Callable[[Any], bool]) -> None:
+    """Have `torch.distributed.monitored_barrier` call groups of ours, which torch before 2.14 refuses by their name."""
+    torchs = dist.distributed_c10d.monitored_barrier
+    if HAS_PYTHON_BACKENDS or hasattr(torchs, "gradserver"):
+        return
+
+    @wraps(torchs)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        chosen = dist.group.WORLD if group is None else group
+        if not is_ours(chosen):
+            torchs(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        chosen.monitored_barrier(limit, wait_all_ranks)
+
+    monitored_barrier.gradserver = True  # type: ignore[attr-defined]
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
 def backends_by_device() -> dict[str, str]:

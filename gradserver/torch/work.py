@@ -156,24 +156,24 @@ class GradServerWork(dist.Work):
 
     def _complete(self, seconds: float) -> None:
         """Wait for all exchanges, and put their results in place. A wait that ran out may be repeated."""
-        until = time.monotonic() + seconds
         if not self._over:
-            if not self._completing.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-                raise as_torchs(DeadlineError(f"not done after {seconds:g} s"))
+            if not self._completing.acquire(timeout=seconds):
+                raise as_torchs(DeadlineError(f"the operation is not done after {seconds:g} s"))
             try:
                 if not self._over:
-                    self._finish_until(until)
+                    self._finish_within(seconds)
             finally:
                 self._completing.release()
         if self._error is not None:
             raise self._error.again()
 
-    def _finish_until(self, until: float) -> None:
+    def _finish_within(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         try:
             # Some tensors may be those of inference mode, which another thread has to be in, too.
             with torch.inference_mode():
-                for handle in self._handles:
-                    handle.wait(max(until - time.monotonic(), 0.0))
+                for place, handle in enumerate(self._handles):
+                    handle.wait(max(until - time.monotonic(), 0.0) if place else seconds)
                 if self._finish is not None:
                     self._finish()
         except DeadlineError as error:
