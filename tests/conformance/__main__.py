@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from tests.conformance.crew import FORK, GOOD, Crew, Kind, Outcome, World
+from tests.conformance.crew import FORK, GOOD, Crew, Kind, Outcome
 from tests.conformance.expected import counted, drift, drift_of_figures, entries, kinds, told
-from tests.conformance.suite import GLOO, SuiteError, case_of, load, names_of
+from tests.conformance.suite import GLOO, SuiteError, load, names_of
 
 OURS: Final = "gradserver"
 LIMIT: Final = 60.0
@@ -69,10 +69,10 @@ def run(backend: str, size: int, only: str, listed: Mapping[str, Kind], progress
     """
     outcomes = dict[str, Outcome]()
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        case = case_of(load(backend, size, Path(folder)))
-        crew = Crew(World(backend, size, case, Path(folder)))
+        suite = load(backend, size, Path(folder))
+        crew = Crew(suite)
         try:
-            for test in names_of(case, only):
+            for test in names_of(suite.case, only):
                 began = time.monotonic()
                 outcomes[test] = outcome = crew.run(test, SHORT if test in listed else LIMIT)
                 if outcome.kind not in GOOD or progress:

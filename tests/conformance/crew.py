@@ -1,4 +1,4 @@
-"""Processes that run one test after the other together, each as a rank of one world.
+"""Processes that run one test after the other together, each as a rank of one suite.
 
 torch's own driver starts new processes for every test, which takes seconds. These are forked once, with torch loaded.
 Each test has a process group of its own. They are replaced when a test has not ended well, and by nothing else.
@@ -6,8 +6,8 @@ Each test has a process group of its own. They are replaced when a test has not 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -23,7 +23,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, ParamSpec
 
-from tests.conformance.suite import MODULE
+import torch.distributed as dist
+
+from tests.conformance.suite import Suite
 
 P = ParamSpec("P")
 
@@ -71,35 +73,25 @@ def verdict(outcomes: Sequence[Outcome]) -> Outcome:
     return PASSED
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks of a process group: the backend, their number, the class of the tests, and a folder for files."""
-
-    backend: str
-    size: int
-    case: type[unittest.TestCase]
-    folder: Path
-
-
 class Crew:
-    """The processes of a world. They are forked for the first test."""
+    """The processes of a suite. They are forked for the first test."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, suite: Suite) -> None:
+        self._suite = suite
         self._members: list[_Member] = []
         self._count = 0
 
     def run(self, test: str, seconds: float) -> Outcome:
         """Run a test in all ranks, which takes ``seconds`` at most, and return its outcome."""
-        method = getattr(self._world.case, test)
+        method = getattr(self._suite.case, test)
         if getattr(method, "__unittest_skip__", False):
             return Outcome(Kind.SKIP, method.__unittest_skip_why__)
         if not self._members:
-            self._members = [_Member(self._world, rank) for rank in range(self._world.size)]
-        for file in (self._world.folder / "barrier").iterdir():
+            self._members = [_Member(self._suite, rank) for rank in range(self._suite.size)]
+        for file in (self._suite.folder / "barrier").iterdir():
             file.unlink()
         self._count += 1
-        outcome = self._ask((test, str(self._world.folder / "init_dir" / str(self._count))), seconds)
+        outcome = self._ask((test, str(self._suite.folder / "init_dir" / str(self._count))), seconds)
         if outcome.kind in GOOD:
             left = self._ask(None, GRACE)
             outcome = outcome if left.kind == Kind.PASS else left
@@ -133,20 +125,18 @@ class Crew:
 class _Member:
     """A process that is one rank, as the process that has forked it sees it."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, suite: Suite, rank: int) -> None:
         self._rank = rank
-        self.output: Final = world.folder / f"output{rank}"
+        self.output: Final = suite.folder / f"output{rank}"
         self.line, theirs = FORK.Pipe()
-        self._process = FORK.Process(target=_serve, args=(world, rank, theirs, self.output), daemon=True)
+        self._process = FORK.Process(target=_serve, args=(suite, rank, theirs, self.output), daemon=True)
         self._process.start()
         theirs.close()
         self.sentinel: Final = self._process.sentinel
 
     def tell(self, order: tuple[str, str] | None) -> None:
-        try:
+        with contextlib.suppress(OSError):  # of one that has died, which its sentinel tells
             self.line.send(order)
-        except OSError:
-            pass  # it has died, which its sentinel tells
 
     def outcome(self) -> Outcome:
         """Return what it has said, or that it has died."""
@@ -175,7 +165,7 @@ class _Member:
         self.line.close()
 
 
-def _serve(world: World, rank: int, line: Connection, output: Path) -> None:
+def _serve(suite: Suite, rank: int, line: Connection, output: Path) -> None:
     """Be one rank: run tests for as long as there are orders."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -187,20 +177,18 @@ def _serve(world: World, rank: int, line: Connection, output: Path) -> None:
             order = line.recv()
         except EOFError:
             os._exit(0)
-        line.send(_attempt(_leave) if order is None else _attempt(_run, world, rank, *order))
+        line.send(_attempt(suite, _leave) if order is None else _attempt(suite, _run, suite, rank, *order))
 
 
-def _attempt(fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Outcome:
+def _attempt(suite: Suite, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Outcome:
     """Call ``fn``, and return the outcome."""
-    common: Any = importlib.import_module("torch.testing._internal.common_distributed")
-    skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
     try:
         fn(*args, **kwargs)
     except unittest.SkipTest as skip:
         return Outcome(Kind.SKIP, str(skip))
     except SystemExit as end:
-        if end.code in skips:
-            return Outcome(Kind.SKIP, skips[end.code])
+        if end.code in suite.skips:
+            return Outcome(Kind.SKIP, suite.skips[end.code])  # type: ignore[index]
         return Outcome(Kind.FAIL, f"it exits with {end.code!r}", traceback.format_exc())
     except BaseException as error:
         first, *_ = f"{type(error).__name__}: {error}".splitlines()
@@ -208,25 +196,16 @@ def _attempt(fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Outcom
     return PASSED
 
 
-def _run(world: World, rank: int, test: str, file: str) -> None:
+def _run(suite: Suite, rank: int, test: str, file: str) -> None:
     """Run one test in a process group that meets at ``file``."""
-    import torch.distributed as dist
-
-    suite: Any = sys.modules[MODULE]
-    case: Any = world.case(test)
+    timeout = timedelta(seconds=suite.prepare(test))
+    case: Any = suite.case(test)
     case.rank, case.file_name = rank, file
-    suite.Barrier.barrier_id = 0
-    seconds = suite.CUSTOM_PG_TIMEOUT.get(test, suite.default_pg_timeout)
-    dist.init_process_group(
-        world.backend, f"file://{file}", world_size=world.size, rank=rank, timeout=timedelta(seconds=seconds)
-    )
-    importlib.import_module("torch.testing._internal.common_utils").set_rng_seed()
+    dist.init_process_group(suite.backend, f"file://{file}", world_size=suite.size, rank=rank, timeout=timeout)
     getattr(case, test)()
 
 
 def _leave() -> None:
     """Leave the process group, when all ranks are done with the test."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()

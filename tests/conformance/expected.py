@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.conformance.crew import GOOD, Kind, Outcome
 from tests.conformance.suite import GLOO
@@ -19,6 +19,12 @@ from tests.conformance.suite import GLOO
 LIST: Final = Path(__file__).with_name("expected.toml")
 FIGURES: Final = Path(__file__).with_name("figures.toml")
 
+_READ: Final[Mapping[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(("tests", "worlds", "gloo", "gradserver"), tuple),
+    "kind": Kind,
+    "world": int,
+}
+"""Values of the files that are no strings, and their types."""
 Outcomes = Mapping[str, Outcome]
 """Outcomes by the name of the test."""
 
@@ -51,10 +57,8 @@ class Entry:
 
 def entries(path: Path = LIST) -> list[Entry]:
     """Read the list."""
-    read = tomllib.loads(path.read_text("utf-8")).get("entry", [])
-    lists = {"tests", "worlds"}
-    tables = [{key: tuple(value) if key in lists else value for key, value in table.items()} for table in read]
-    return [Entry(**{**table, "kind": Kind(table.get("kind", Kind.FAIL))}) for table in tables]
+    tables: list[dict[str, Any]] = tomllib.loads(path.read_text("utf-8")).get("entry", [])
+    return [Entry(**{key: _READ.get(key, str)(value) for key, value in table.items()}) for table in tables]
 
 
 def kinds(listed: Sequence[Entry], backend: str, world: int, torch: str) -> dict[str, Kind]:
@@ -75,8 +79,8 @@ class Figures:
 
 def figures(path: Path = FIGURES) -> list[Figures]:
     """Read the figures of whole runs."""
-    rows = tomllib.loads(path.read_text("utf-8")).get("run", [])
-    return [Figures(**{key: tuple(one) if isinstance(one, list) else one for key, one in row.items()}) for row in rows]
+    tables: list[dict[str, Any]] = tomllib.loads(path.read_text("utf-8")).get("run", [])
+    return [Figures(**{key: _READ.get(key, str)(value) for key, value in table.items()}) for table in tables]
 
 
 def counted(outcomes: Outcomes) -> tuple[int, int, int]:

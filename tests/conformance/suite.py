@@ -13,6 +13,8 @@ import re
 import sys
 import types
 import unittest
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,17 +41,47 @@ def adapted(text: str, backend: str) -> str:
     return text
 
 
-def load(backend: str, world: int, folder: Path) -> Any:
-    """Import torch's tests for ``backend`` in a world of so many ranks. Temporary files are in ``folder``.
+@dataclass(frozen=True)
+class Suite:
+    """Tests for the ranks of one process group."""
+
+    backend: str
+    size: int
+    """The number of ranks."""
+    case: type[unittest.TestCase]
+    """The class that has the tests. Its instances are told their ``rank``."""
+    folder: Path
+    """A folder for files."""
+    skips: Mapping[int, str]
+    """Exit statuses by which a test says that it is skipped, and why."""
+    prepare: Callable[[str], float]
+    """A call before a test in each rank. It returns the timeout of the test's process group, in seconds."""
+
+
+def load(backend: str, size: int, folder: Path) -> Suite:
+    """Import torch's tests for ``backend`` in a world of so many ranks.
 
     Once in a process: they read the environment when they are imported.
     """
     for name in ("barrier", "test_dir", "init_dir"):
         (folder / name).mkdir(parents=True)
-    os.environ |= {"BACKEND": backend, "WORLD_SIZE": str(world), "TEMP_DIR": str(folder)}
-    if backend == GLOO:
-        return importlib.import_module(MODULE)
-    common = importlib.import_module("torch.testing._internal.common_distributed")
+    os.environ |= {"BACKEND": backend, "WORLD_SIZE": str(size), "TEMP_DIR": str(folder)}
+    common: Any = importlib.import_module("torch.testing._internal.common_distributed")
+    module: Any = importlib.import_module(MODULE) if backend == GLOO else _import_adapted(backend, common)
+    # torch's own repository joins the two in the same way.
+    case = type("Conformance", (module.TestDistBackend, module.DistributedTest._DistTestBase), {"__module__": __name__})
+
+    def prepare(test: str) -> float:
+        module.Barrier.barrier_id = 0
+        common.common_utils.set_rng_seed()
+        return float(module.CUSTOM_PG_TIMEOUT.get(test, module.default_pg_timeout))
+
+    skips = {skip.exit_code: skip.message for skip in common.TEST_SKIPS.values()}
+    return Suite(backend, size, case, folder, skips, prepare)
+
+
+def _import_adapted(backend: str, common: Any) -> Any:
+    """Import the tests with conditions that hold for ``backend`` as they do for gloo."""
     cases = common.DistTestCases
     for names in (*cases.backend_feature.values(), *cases.skip_collective.values()):
         if GLOO in names:
@@ -64,12 +96,6 @@ def load(backend: str, world: int, folder: Path) -> Any:
     text = adapted(Path(spec.origin).read_text("utf-8"), backend)
     exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
-
-
-def case_of(module: Any) -> type[unittest.TestCase]:
-    """Return the class that has all tests. torch's own repository joins the two in the same way."""
-    bases = module.TestDistBackend, module.DistributedTest._DistTestBase
-    return type("Conformance", bases, {"__module__": __name__})
 
 
 def names_of(case: type[unittest.TestCase], only: str) -> list[str]:
