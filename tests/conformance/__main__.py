@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.conformance.crew import FORK, GOOD, Crew, Kind, Outcome
-from tests.conformance.expected import counted, drift, drift_of_figures, entries, kinds, told
+from tests.conformance.expected import counted, drift, drift_of_figures, entries, figures, kinds, told
 from tests.conformance.suite import GLOO, SuiteError, load, names_of
 
 OURS: Final = "gradserver"
@@ -118,7 +118,9 @@ def run_world(size: int, only: str, torch: str, progress: bool) -> tuple[dict[st
         wanted = {test: kind for test, kind in expected[backend].items() if re.search(only, test)}
         lines += [f"{backend}: {line}" for line in drift(found[backend], wanted, found[GLOO])]
     if not only:
-        lines += drift_of_figures(torch, size, {backend: counted(outcomes) for backend, outcomes in found.items()})
+        lines += drift_of_figures(
+            figures(), torch, size, {backend: counted(outcomes) for backend, outcomes in found.items()}
+        )
     return found, lines
 
 
