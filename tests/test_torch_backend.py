@@ -17,9 +17,10 @@ PROGRAM = str(Path(__file__).with_name("torch_backend_program.py"))
 
 @contextmanager
 def ranks(
-    name: str,
+    program: str,
     folder: Path,
     size: int,
+    /,
     *,
     only: tuple[int, ...] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -31,7 +32,7 @@ def ranks(
         yield [
             stack.enter_context(
                 Program(
-                    *(PROGRAM, name, str(folder), str(rank), str(size), json.dumps(arguments)),
+                    *(PROGRAM, program, str(folder), str(rank), str(size), json.dumps(arguments)),
                     environment={"LOCAL_RANK": str(rank), **told},
                     loaded="torch",
                 )
@@ -56,6 +57,7 @@ def run(name: str, folder: Path, size: int, **arguments: Any) -> None:
         ("deadlines", 2),
         ("monitored", 4),
         ("groups", 3),
+        ("any_source", 3),
         ("forked", 2),
         ("wrong_tensors", 2),
     ],

@@ -32,8 +32,6 @@ import gradserver.torch
 warnings.simplefilter("ignore", FutureWarning)  # torch's, about old names of operations
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gradserver/torch/entry"))
 
-from gradserver_torch_entry import register  # type: ignore[import-untyped]  # noqa: E402
-
 dist: Any = torch.distributed  # many of its functions have no types
 BACKEND = "gradserver"
 PATIENCE = timedelta(seconds=60)
@@ -319,13 +317,14 @@ def spellings(folder: str, rank: int, size: int) -> None:
     start(folder, rank, size)
     group: Any = dist.group.WORLD
     one, total = torch.tensor([rank + 1.0]), size * (size + 1) / 2
-    for call in (
+    calls: tuple[Callable[[torch.Tensor], Any], ...] = (
         lambda t: group.allreduce([t]),
         lambda t: group.allreduce(t, ReduceOp.SUM),
         lambda t: group.allreduce(t, op=ReduceOp.SUM),
         lambda t: group.allreduce([t], dist.AllreduceOptions()),
         lambda t: group.allreduce_coalesced([t]),
-    ):
+    )
+    for call in calls:
         tensor = one.clone()
         work = call(tensor)
         assert work.wait() is True
@@ -363,7 +362,7 @@ def futures(folder: str, rank: int, size: int) -> None:
     """Wait in callbacks, several deep; poll; and have many futures at once with few threads."""
     start(folder, rank, size)
 
-    def again(depth: int, future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    def again(depth: int, future: Any) -> list[torch.Tensor]:
         (tensor,) = future.value()
         if depth:
             inner = dist.all_reduce(tensor, async_op=True).get_future()
@@ -429,6 +428,42 @@ def monitored(folder: str, rank: int, size: int) -> None:
         with raises(RuntimeError, f"Rank {rank} successfully reached monitoredBarrier", "check rank 0 logs"):
             group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
     together(folder, rank, size)
+
+
+def any_source(folder: str, rank: int, size: int) -> None:
+    """Receive from any rank: in the order of each, beside receives from a certain one, and from one that dies."""
+    start(folder, rank, size)
+    if rank == 0:
+        found: list[tuple[int, float]] = []
+        for _ in range(3 * (size - 1)):
+            tensor = torch.empty(2)
+            found.append((dist.recv(tensor), tensor[0].item()))
+        for peer in range(1, size):
+            assert [value for source, value in found if source == peer] == [10.0 * peer + one for one in range(3)]
+        early, late = torch.empty(1), torch.empty(1)
+        works = dist.irecv(early, tag=7), dist.irecv(late, src=1, tag=8)
+        dist.barrier()  # the others send before it: this is under way already
+        for work in works:
+            work.wait()
+        assert (works[0]._source_rank(), early.item(), late.item()) == (2, 7.0, 8.0)
+        with raises(RuntimeError, "without elements"):
+            dist.recv(torch.empty(0))
+        with raises(gradserver.DeadlineError, "any rank", "timed out"):
+            dist.irecv(early).wait(timedelta(seconds=0.3))
+        say("waiting")
+        with raises(gradserver.WorkerLostError, "(rank 2)"):
+            dist.recv(early, tag=9)
+    else:
+        for number in range(3):
+            dist.send(torch.full((2,), 10.0 * rank + number), 0)
+        if rank == 2:
+            dist.send(torch.tensor([7.0]), 0, tag=7)
+        if rank == 1:
+            dist.send(torch.tensor([8.0]), 0, tag=8)
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    together(folder, rank, size - 1)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -651,8 +686,8 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
     """Give tensors that cannot be right: this rank alone raises, and the next operation is as usual."""
     start(folder, rank, size)
     ones, tensor = [torch.ones(2) for _ in range(size)], torch.ones(2)
-    scaled = dist.distributed_c10d._make_nccl_premul_sum(2.0)  # type: ignore[attr-defined]
-    for words, call in (
+    scaled = dist.distributed_c10d._make_nccl_premul_sum(2.0)
+    wrong: tuple[tuple[tuple[str, ...], Callable[[], Any]], ...] = (
         (("mean", "int64"), lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)),
         (("PREMUL_SUM", "SUM, AVG"), lambda: dist.all_reduce(tensor, scaled)),
         (("BAND", "float32"), lambda: dist.all_reduce(tensor, ReduceOp.BAND)),
@@ -669,8 +704,9 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
         (("to_dense",), lambda: dist.broadcast(tensor.to_sparse(), 0)),
         (("share one memory",), lambda: dist.all_reduce(torch.ones(1).expand(3))),
         (("meta",), lambda: dist.all_reduce(torch.ones(2, device="meta"))),
-        (("source",), lambda: dist.recv(tensor)),
-    ):
+        (("share one memory",), lambda: dist.recv(torch.ones(1).expand(3), 1 - rank)),
+    )
+    for words, call in wrong:
         with raises((RuntimeError, ValueError, gradserver.GradServerError), *words):
             call()
         check = torch.ones(1)
@@ -694,6 +730,16 @@ def disagreeing(folder: str, rank: int, size: int, what: str) -> None:
     assert time.monotonic() - since < 10
 
 
+def elastic(folder: str, rank: int, size: int) -> None:
+    """Make a group that can go on without a member: it sums nothing, and copies as usual."""
+    start(folder, rank, size)
+    with raises(gradserver.UsageError, "elastic", f"--workers {size}", "DistributedDataParallel"):
+        dist.all_reduce(torch.ones(1))
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, 1)
+    assert tensor.item() == 1.0
+
+
 def failing(folder: str, rank: int, size: int, **more: Any) -> None:
     """Make the group, and say why that failed."""
     timeout = timedelta(seconds=more.pop("timeout", 30))
@@ -709,7 +755,7 @@ def failing(folder: str, rank: int, size: int, **more: Any) -> None:
 
 
 def main(name: str, folder: str, rank: str, size: str, more: str = "{}") -> None:
-    register()
+    import_module("gradserver_torch_entry").register()
     globals()[name](folder, int(rank), int(size), **json.loads(more))
     if dist.is_initialized():
         dist.destroy_process_group()

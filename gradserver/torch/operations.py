@@ -27,6 +27,7 @@ from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.work import GradServerWork, Resolvers
 from gradserver.worker.client import Worker
+from gradserver.worker.collectives.any_source import AnySource
 from gradserver.worker.handle import Handle
 
 Tensor = torch.Tensor
@@ -368,9 +369,12 @@ class Operations:
         return self._work(handles, None, targets, self._chosen((), {}), source)
 
     def recv_anysource(self, tensors: Tensor | Tensors, tag: int = 0) -> GradServerWork:
-        """Refuse to receive from any rank: transfers are between two."""
-        del tensors, tag
-        raise UnsupportedOperationError("the backend 'gradserver' does not receive from any rank: give recv() its src=")
+        """Receive tensors from whichever rank sends first. A thread looks for them, whether the caller waits or not."""
+        targets = _several(tensors)
+        sources = [AnySource(self.worker._session, _dense(tensor), tag) for tensor in targets]
+        work = self._work(sources, None, targets, self._chosen((), {}))
+        work.get_future()
+        return work
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -393,7 +397,12 @@ class Operations:
         return Chosen(_name_of(op), root, min(seconds, MAX_TIMEOUT) if seconds > 0 else self._seconds)
 
     def _work(
-        self, handles: Sequence[Handle], finish: Finish | None, value: list[Tensor], chosen: Chosen, source: int = -1
+        self,
+        handles: Sequence[Handle | AnySource],
+        finish: Finish | None,
+        value: list[Tensor],
+        chosen: Chosen,
+        source: int = -1,
     ) -> GradServerWork:
         self.sequence += 1
         return GradServerWork(self._resolvers, handles, finish, value, chosen.seconds, source)

@@ -37,7 +37,7 @@ def admit_monitored_barrier(is_ours: Callable[[Any], bool]) -> None:
 
     @wraps(torchs)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        chosen = dist.group.WORLD if group is None else group
+        chosen: Any = dist.group.WORLD if group is None else group
         if not is_ours(chosen):
             torchs(group, timeout, wait_all_ranks)
             return

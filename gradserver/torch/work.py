@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gradserver.protocol.errors import DeadlineError, GradServerError
 from gradserver.torch.errors import as_torchs
+from gradserver.worker.collectives.any_source import AnySource
 from gradserver.worker.handle import Handle
 
 _IDLE_SECONDS: Final = 10.0
@@ -69,7 +70,7 @@ class GradServerWork(dist.Work):
     def __init__(
         self,
         resolvers: Resolvers,
-        handles: Sequence[Handle],
+        handles: Sequence[Handle | AnySource],
         finish: Callable[[], object] | None,
         value: list[torch.Tensor],
         seconds: float,
@@ -78,6 +79,7 @@ class GradServerWork(dist.Work):
         super().__init__()
         self._resolvers, self._handles, self._finish, self._value = resolvers, handles, finish, value
         self._seconds, self._source = seconds, source
+        self._from_any = [handle for handle in handles if isinstance(handle, AnySource)]
         self._completing, self._making = threading.Lock(), threading.Lock()
         self._over = False
         self._error: GradServerError | None = None
@@ -122,7 +124,7 @@ class GradServerWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that a received message is from."""
-        return self._source
+        return next((one.source for one in self._from_any), self._source)
 
     _source_rank = source_rank
 
