@@ -45,8 +45,12 @@ ENVIRONMENT: Final = {
 
 @contextmanager
 def coordinator() -> Iterator[str]:
-    """Run a coordinator, and yield its URL. Its log is printed only if it ends by itself."""
+    """Run a coordinator, and yield its URL. Its log is printed only if it ends by itself.
+
+    A rank may wait long for one of few cores: it is not frozen then.
+    """
     command = [sys.executable, "-m", "gradserver", "serve", "--quiet", "--bind", "tcp://127.0.0.1:0"]
+    command += ["--frozen-after", "30"]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
