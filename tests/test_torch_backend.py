@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import STARTED_WITHIN, Program
+from tests.cluster import STARTED_WITHIN, Program, coordinator
 
 PROGRAM = str(Path(__file__).with_name("torch_backend_program.py"))
 
@@ -41,43 +41,45 @@ def ranks(
         ]
 
 
-def run(name: str, folder: Path, size: int, **arguments: Any) -> None:
-    with ranks(name, folder, size, **arguments) as programs:
-        for program in programs:
-            program.expect("ok", STARTED_WITHIN)
+def run(names: str, folder: Path, size: int, url: str, ended: int = 0, **arguments: Any) -> None:
+    """Run programs one after the other. The last ``ended`` ranks end within."""
+    with ranks(names, folder, size, environment={"GRADSERVER_URL": url}, **arguments) as programs:
+        for name in names.split(","):
+            for program in programs[: size - ended]:
+                program.expect(f"ok {name}", STARTED_WITHIN)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with coordinator() as server:
+        yield server.url
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
+    ("names", "size", "ended"),
     [
-        ("operations", 2),
-        ("means_and_more", 3),
-        ("spellings", 2),
-        ("futures", 2),
-        ("deadlines", 2),
-        ("monitored", 4),
-        ("groups", 3),
-        ("any_source", 3),
-        ("forked", 2),
-        ("wrong_tensors", 2),
+        ("operations,spellings,futures,profiles,wrong_tensors,deadlines", 2, 0),
+        ("means_and_more,groups,any_source", 3, 1),
+        ("monitored", 4, 0),
+        ("forked", 2, 0),
     ],
 )
-def test_ranks(name: str, size: int, tmp_path: Path) -> None:
-    """Test by the program of that name, which says what it does."""
-    run(name, tmp_path, size)
+def test_ranks(names: str, size: int, ended: int, url: str, tmp_path: Path) -> None:
+    """Test by the programs of these names, which say what they do."""
+    run(names, tmp_path, size, url, ended)
 
 
-@pytest.mark.parametrize(("name", "size"), [("ddp", 2), ("sharded", 2), ("composed", 2)])
-def test_parts_of_trainers(name: str, size: int, tmp_path: Path) -> None:
-    run(name, tmp_path, size)
+@pytest.mark.parametrize("names", ["ddp,sharded,composed"])
+def test_parts_of_trainers(names: str, url: str, tmp_path: Path) -> None:
+    run(names, tmp_path, 2, url)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "size"), [("operations", 4), ("ddp", 3), ("sharded", 4)])
-def test_more_ranks(name: str, size: int, tmp_path: Path) -> None:
-    run(name, tmp_path, size)
+@pytest.mark.parametrize(("names", "size"), [("operations", 4), ("ddp", 3), ("sharded", 4)])
+def test_more_ranks(names: str, size: int, url: str, tmp_path: Path) -> None:
+    run(names, tmp_path, size, url)
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "order", "reduction", "root"])
-def test_ranks_that_disagree(what: str, tmp_path: Path) -> None:
-    run("disagreeing", tmp_path, 2, what=what)
+def test_ranks_that_disagree(url: str, tmp_path: Path) -> None:
+    names = ",".join(f"other_{what}" for what in ("shape", "dtype", "order", "reduction", "root"))
+    run(names, tmp_path, 2, url)

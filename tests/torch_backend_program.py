@@ -1,6 +1,7 @@
-"""Programs of ranks of torch.distributed. Run as ``torch_backend_program.py NAME FOLDER RANK WORLD_SIZE [ARGUMENTS]``.
+"""Programs of ranks of torch.distributed. Run as ``torch_backend_program.py NAMES FOLDER RANK WORLD_SIZE [ARGUMENTS]``.
 
-Each makes the default group of the backend "gradserver" by a store in the folder, and prints ``ok`` at its end.
+Each, of those between commas, makes the default group of the backend "gradserver" by a store in the folder, and prints
+``ok`` with its name at its end.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.randint(0, 2 if dtype is torch.bool else 5, shape, generator=chance).to(dtype)
 
 
-def together(folder: str, rank: int, size: int) -> None:
+def together(folder: str, rank: int, size: int, name: str = "there") -> None:
     """Wait for all ranks, without their group."""
-    (Path(folder) / f"there-{rank}").touch()
-    while not all((Path(folder) / f"there-{one}").exists() for one in range(size)):
+    (Path(folder) / f"{name}-{rank}").touch()
+    while not all((Path(folder) / f"{name}-{one}").exists() for one in range(size)):
         time.sleep(0.01)
 
 
@@ -99,7 +100,7 @@ def reductions() -> Iterator[tuple[str, Operation]]:
     """Yield what gloo can reduce, too."""
     kinds: dict[str, tuple[Any, ...]] = {"f": (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)}
     kinds["i"] = (*kinds["f"], ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8):
+    for dtype in (torch.float32, torch.float16, torch.int64, torch.uint8):
         for op in kinds["f" if dtype.is_floating_point else "i"]:
             yield f"all_reduce {op} {dtype}", partial(all_reduced, dtype=dtype, op=op)
     yield "all_reduce SUM complex", partial(all_reduced, dtype=torch.complex64)
@@ -392,6 +393,19 @@ def futures(folder: str, rank: int, size: int) -> None:
         dist.send(torch.full((3,), 7.0), 0)
 
 
+def profiles(folder: str, rank: int, size: int) -> None:
+    """Find operations in a profile, each as long as it took, also if another thread ended it."""
+    start(folder, rank, size)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        dist.all_reduce(torch.ones(5, 3))
+        later = dist.broadcast(torch.ones(2), 0, async_op=True).get_future()
+        dist.barrier()
+        later.wait()
+    found = {event.name: event for event in profile.events() if event.name.startswith("gradserver:")}
+    assert found.keys() == {"gradserver:all_reduce", "gradserver:broadcast", "gradserver:barrier"}
+    assert found["gradserver:all_reduce"].input_shapes == [[5, 3]]
+
+
 def deadlines(folder: str, rank: int, size: int) -> None:
     """Let waits run out: the error has torch's words, and names the rank that is missing."""
     start(folder, rank, size)
@@ -450,7 +464,7 @@ def any_source(folder: str, rank: int, size: int) -> None:
             dist.recv(torch.empty(0))
         with raises(gradserver.DeadlineError, "any rank", "timed out"):
             dist.irecv(early).wait(timedelta(seconds=0.3))
-        say("waiting")
+        together(folder, rank, size)
         with raises(gradserver.WorkerLostError, "(rank 2)"):
             dist.recv(early, tag=9)
     else:
@@ -461,9 +475,10 @@ def any_source(folder: str, rank: int, size: int) -> None:
         if rank == 1:
             dist.send(torch.tensor([8.0]), 0, tag=8)
         dist.barrier()
+        together(folder, rank, size)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-    together(folder, rank, size - 1)
+    together(folder, rank, size - 1, "over")
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -476,6 +491,8 @@ def groups(folder: str, rank: int, size: int) -> None:
     for number in range(3):  # one store for all: names begin anew each time
         start(folder, rank, size)
         inner = dist.new_group([0, size - 1])
+        alone = [dist.new_group([one]) for one in range(size)][rank]
+        dist.all_reduce(torch.ones(1), group=alone)
         backward = dist.new_group(list(reversed(range(size))), sort_ranks=False)
         for group, members in ((None, range(size)), (inner, (0, size - 1)), (backward, range(size))):
             if rank in members:
@@ -686,16 +703,15 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
     """Give tensors that cannot be right: this rank alone raises, and the next operation is as usual."""
     start(folder, rank, size)
     ones, tensor = [torch.ones(2) for _ in range(size)], torch.ones(2)
-    scaled = dist.distributed_c10d._make_nccl_premul_sum(2.0)
     wrong: tuple[tuple[tuple[str, ...], Callable[[], Any]], ...] = (
         (("mean", "int64"), lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVG)),
-        (("PREMUL_SUM", "SUM, AVG"), lambda: dist.all_reduce(tensor, scaled)),
+        (("PREMUL_SUM", "SUM, AVG"), lambda: dist.group.WORLD.allreduce([tensor], ReduceOp.PREMUL_SUM)),
         (("BAND", "float32"), lambda: dist.all_reduce(tensor, ReduceOp.BAND)),
         (
             ("complex", "order"),
             lambda: dist.group.WORLD.allreduce([torch.ones(2, dtype=torch.complex64)], ReduceOp.MAX),
         ),
-        (("same size",), lambda: dist.all_gather_into_tensor(torch.ones(2), tensor)),
+        (("world_size times",), lambda: dist.all_gather_into_tensor(torch.ones(2), tensor)),
         (("same size",), lambda: dist.reduce_scatter_tensor(torch.ones(2), tensor)),
         (("same size",), lambda: dist.all_gather([torch.ones(3) for _ in range(size)], tensor)),
         (("each of",), lambda: dist.all_gather(ones[1:], tensor)),
@@ -714,20 +730,34 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
         assert check.item() == size, words
 
 
-def disagreeing(folder: str, rank: int, size: int, what: str) -> None:
-    """Call something else than the other ranks: each raises at once, and names both sides."""
+def _disagree(folder: str, rank: int, size: int, *calls: Callable[[], Any]) -> None:
+    """Have the ranks make different calls: each raises at once, and names both sides."""
     start(folder, rank, size)
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "shape": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3))),
-        "dtype": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2).half())),
-        "order": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 0)),
-        "reduction": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2), ReduceOp.MAX)),
-        "root": (lambda: dist.broadcast(torch.ones(2), 0), lambda: dist.broadcast(torch.ones(2), 1)),
-    }
     since = time.monotonic()
-    with raises(gradserver.DisagreementError):
-        calls[what][min(rank, 1)]()
+    with raises(gradserver.DisagreementError, "(rank 0)", "(rank 1)"):
+        calls[min(rank, 1)]()
     assert time.monotonic() - since < 10
+
+
+def other_shape(folder: str, rank: int, size: int) -> None:
+    _disagree(folder, rank, size, lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3)))
+
+
+def other_dtype(folder: str, rank: int, size: int) -> None:
+    _disagree(folder, rank, size, lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2).half()))
+
+
+def other_order(folder: str, rank: int, size: int) -> None:
+    _disagree(folder, rank, size, lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 0))
+
+
+def other_reduction(folder: str, rank: int, size: int) -> None:
+    calls = [lambda op=op: dist.all_reduce(torch.ones(2), op) for op in (ReduceOp.SUM, ReduceOp.MAX)]
+    _disagree(folder, rank, size, *calls)
+
+
+def other_root(folder: str, rank: int, size: int) -> None:
+    _disagree(folder, rank, size, lambda: dist.broadcast(torch.ones(2), 0), lambda: dist.broadcast(torch.ones(2), 1))
 
 
 def elastic(folder: str, rank: int, size: int) -> None:
@@ -754,12 +784,15 @@ def failing(folder: str, rank: int, size: int, **more: Any) -> None:
         say("sum", int(tensor.item()))
 
 
-def main(name: str, folder: str, rank: str, size: str, more: str = "{}") -> None:
+def main(names: str, folder: str, rank: str, size: str, more: str = "{}") -> None:
     import_module("gradserver_torch_entry").register()
-    globals()[name](folder, int(rank), int(size), **json.loads(more))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    say("ok")
+    for name in names.split(","):
+        own = Path(folder) / name if "," in names else Path(folder)
+        own.mkdir(exist_ok=True)
+        globals()[name](str(own), int(rank), int(size), **json.loads(more))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        say("ok", name)
 
 
 if __name__ == "__main__":

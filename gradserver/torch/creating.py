@@ -123,7 +123,7 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
     if size > 1 or os.environ.get(URL):
         url, group = _agreed(store, rank, group)
         _reach(url, min(_limit(wanted.timeout), _REACHING_SECONDS))
-    worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0), plane=None)
+    worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0))
     if not wanted.global_ranks_in_group:
         _roots.append(Root(url, worker, os.getpid(), ranks))
         if rank == 0:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -82,6 +83,7 @@ class GradServerWork(dist.Work):
         self._from_any = [handle for handle in handles if isinstance(handle, AnySource)]
         self._completing, self._making = threading.Lock(), threading.Lock()
         self._over = False
+        self._event: AbstractContextManager[object] | None = None
         self._error: GradServerError | None = None
         self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -146,6 +148,18 @@ class GradServerWork(dist.Work):
         """Return the same future."""
         return self.get_future()
 
+    def ends(self, event: AbstractContextManager[object]) -> None:
+        """End an event of a profiler when this is done."""
+        self._event = event
+        if self._over:
+            self._end_event()
+
+    def _end_event(self) -> None:
+        with self._making:
+            event, self._event = self._event, None
+        if event is not None:
+            event.__exit__(None, None, None)
+
     def _resolve(self) -> None:
         inner = self._inner
         assert inner is not None
@@ -183,3 +197,5 @@ class GradServerWork(dist.Work):
         except GradServerError as error:
             self._error = as_torchs(error)
         self._over, self._handles, self._finish = True, (), None
+        if self._event is not None:
+            self._end_event()
