@@ -42,7 +42,7 @@ class Entry:
     tests: tuple[str, ...]
     backend: str = "gradserver"
     kind: Kind = Kind.FAIL
-    """What comes of each of them."""
+    """The outcome of each of them."""
     worlds: tuple[int, ...] = (2, 4, 8)
     since: str = "0"
     """The first version of torch for which this holds."""
@@ -68,7 +68,7 @@ def kinds(listed: Sequence[Entry], backend: str, world: int, torch: str) -> dict
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """How many tests of a run passed, did not pass, and were skipped: with gloo, and with this project's backend."""
+    """Numbers of tests of a run that passed, did not pass, and were skipped: with gloo, and with this backend."""
 
     torch: str
     world: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from tests.conformance.expected import Entry, entries, figures
@@ -45,11 +44,11 @@ def written() -> str:
     """Return the page with these parts as they must be."""
     text = PAGE.read_text("utf-8")
     for name, part in PARTS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)"
-        text, count = re.subn(
-            pattern, lambda found, part=part: f"{found[1]}\n{part()}\n{found[2]}", text, flags=re.DOTALL
-        )
-        assert count == 1, f"{PAGE} has no part '{name}'"
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE} has no part '{name}'"
+        text = f"{before}{begin}\n{part()}\n{end}{after}"
     return text
 
 
