@@ -1,7 +1,7 @@
 """Programs of ranks of torch.distributed. Run as ``torch_backend_program.py NAMES FOLDER RANK WORLD_SIZE [ARGUMENTS]``.
 
-Each, of those between commas, makes the default group of the backend "gradserver" by a store in the folder, and prints
-``ok`` with its name at its end.
+Names stand between commas. Each program makes the default group of the backend "gradserver" by a store in the folder.
+At its end it prints ``ok`` with its name.
 """
 
 from __future__ import annotations
@@ -772,6 +772,7 @@ def elastic(folder: str, rank: int, size: int) -> None:
 
 def failing(folder: str, rank: int, size: int, **more: Any) -> None:
     """Make the group, and say why that failed."""
+    import_module("gradserver.torch.creating")
     timeout = timedelta(seconds=more.pop("timeout", 30))
     since = time.monotonic()
     try:

@@ -138,7 +138,7 @@ def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
         told = {"host": socket.gethostname(), "group": os.environ.get(GROUP) or group, "given": bool(own)}
         try:
             told["url"] = own or (_roots[0].url if _roots else "") or coordinator_url(host_of(store))
-            parse_target(str(told["url"]))
+            _check_url(str(told["url"]))
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"
             raise
@@ -153,7 +153,16 @@ def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
             f"{URL} is {own} at this rank {rank}, and not set at rank 0, on {told['host']}, which has started a "
             f"coordinator at {told['url']}: set it for all ranks, or for none"
         )
-    return own or str(told["url"]), str(told["group"])
+    url = own or str(told["url"])
+    _check_url(url)
+    return url, str(told["group"])
+
+
+def _check_url(url: str) -> None:
+    try:
+        parse_target(url)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{URL} in the environment: {error.message}") from None
 
 
 def _attempt(store: Store, rank: int) -> int:
