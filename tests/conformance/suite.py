@@ -28,10 +28,6 @@ CONDITIONS: Final = {
 """Conditions on gloo in the text of torch's tests, and what they become for the backend in place of ``{0}``."""
 
 
-PROFILED: Final = ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS")
-"""Lists of torch's tests: the backends that have events of each operation in torch's profilers."""
-
-
 class SuiteError(Exception):
     """The error of tests that cannot be adapted, or not be run. The text says what is missing."""
 
@@ -99,8 +95,6 @@ def _import_adapted(backend: str, common: Any) -> Any:
     sys.modules[MODULE] = module
     text = adapted(Path(spec.origin).read_text("utf-8"), backend)
     exec(compile(text, spec.origin, "exec", dont_inherit=True), module.__dict__)
-    for name in PROFILED:
-        getattr(module, name).append(backend)
     return module
 
 
