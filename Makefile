@@ -4,6 +4,8 @@
 #   DEMO_ARGS="…"         options for `gradserver demo`
 #   TEST_ARGS="…"         options for pytest
 #   CHAOS_ARGS="…"        options for `gradserver chaos`
+#   TORCH=2.14.1          the version of torch for `make conformance`, in an environment of its own
+#   CONFORMANCE_ARGS="…"  options for `python -m tests.conformance`
 #   CHURN_SECONDS=1200    time for courses of DataRanges in `make chaos-long`
 #   GPU_PYTHON=python3    the interpreter for `make gpu`, as it is: with torch, on a machine with a GPU
 #   GPU_ARGS="…"          options for `make gpu`, such as --only copies,overlap
@@ -13,6 +15,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
 GPU_ARGS ?=
+TORCH ?=
+CONFORMANCE_ARGS ?=
 CHURN_SECONDS ?= 300
 
 VENV := .venv
@@ -20,6 +24,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 LOWEST := .venv-lowest
 TRAINERS := .venv-trainers
+OTHER := .venv-torch-$(TORCH)
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -27,7 +32,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numpy test-long test-lowest test-trainers chaos chaos-long kills mutants gpu docs check format clean
+.PHONY: help setup demo test test-numpy test-long test-lowest test-trainers chaos chaos-long kills mutants conformance \
+  gpu docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -97,6 +103,15 @@ kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of g
 mutants: $(STAMP) ## Plant faults in copies of the product, and let chaos find each of them
 	$(BIN)/python -m tests.mutants
 
+# Another version of torch has requirements of its own: nothing is pinned there.
+conformance: $(if $(TORCH),$(OTHER)/.installed,$(STAMP)) ## Run torch's own tests of torch.distributed with gloo and with gradserver
+	$(if $(TORCH),$(OTHER)/bin,$(BIN))/python -m tests.conformance $(CONFORMANCE_ARGS)
+
+$(OTHER)/.installed:
+	$(PYTHON) -m venv --clear $(OTHER)
+	$(OTHER)/bin/python -m pip -qq --disable-pip-version-check install 'torch==$(TORCH)' expecttest pytest -e .
+	@touch $@
+
 # No setup: a machine with a GPU has a torch of its own, and perhaps no network.
 gpu: ## Run everything that needs a GPU, and write docs/gpu.md
 	@$(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
@@ -118,7 +133,8 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 clean: ## Remove everything that the other targets made, .venv included
-	rm -rf $(VENV) $(LOWEST) $(TRAINERS) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) $(TRAINERS) .venv-torch-* build dist site .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
 	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Hatchling is installed first, so that the project is built with the pinned one. The stamp has the interpreter's name, so
