@@ -4,7 +4,8 @@ Each agent of torchrun is a worker of the group ``torchrun/JOB`` at the coordina
 
     an agent               does                                                          and is then
     ─────────────────────  ────────────────────────────────────────────────────────────  ──────────────
-    begins, or again       leaves the group if it is a member, and asks to be let in     waiting
+    begins                 asks to be let in                                             waiting
+    begins again           leaves, looks until the others have left, and asks            waiting
     waits                  is let in, with all that the group needs                      complete
     waits                  finds the group complete without it: a spare, it waits on     waiting
     waits                  joins an elastic group at work, which begins again with it    waiting
@@ -13,6 +14,7 @@ Each agent of torchrun is a worker of the group ``torchrun/JOB`` at the coordina
     is complete            loses another one before all have reached the store           waiting
     is a member            has work that fails, or sees that the group is to begin anew  waiting
     any                    closes the rendezvous: the job is over, or failed for good    out
+    any                    finds it closed                                               out, by an error
 
 A member looks at the coordinator's status, once a second, and goes by what that says of the group:
 
@@ -29,12 +31,16 @@ A member looks at the coordinator's status, once a second, and goes by what that
     coordinator was lost
     no group, or no answer           not known                   nothing: training goes on
 
+An agent that closes the rendezvous leaves with a reason that says so. Those that have left before, and will be back,
+would not see it: for them it joins a group ``torchrun/JOB/closed`` for as long as they take to look.
+
 A number of nodes MIN:MAX needs a group that is elastic, with the same numbers. A coordinator that an agent starts at
 the endpoint has it; another one is told so by ``--workers torchrun/JOB=MIN:MAX``.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -90,6 +96,7 @@ _GATHER_SECONDS: Final = 30.0
 _RECONNECT_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 0.2
+_MARK_SECONDS: Final = 3 * _LOOK_SECONDS
 _OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable of torch with which rank 0 of the training makes a store of its own."""
 _INTERRUPTED: Final = PeerError, MembershipChangedError, DeadlineError, CoordinatorError
@@ -125,6 +132,11 @@ class Wanted(NamedTuple):
     def group(self) -> str:
         """The group of the agents."""
         return f"torchrun/{self.run}"
+
+    @property
+    def mark(self) -> str:
+        """The group that says that the rendezvous is closed."""
+        return f"{self.group}/closed"
 
     @property
     def is_elastic(self) -> bool:
@@ -192,43 +204,54 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def judge(group: Mapping[str, Any] | None, name: str, size: int, most: int) -> Seen:
-    """Return what the coordinator's status of the group means to its member ``name``: the second table above.
+class Status(NamedTuple):
+    """The coordinator's status of the group, None if it has none, and whether the rendezvous is closed."""
+
+    group: Mapping[str, Any] | None
+    is_closed: bool
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the members."""
+        return set() if self.group is None else {member["name"] for member in self.group["members"]}
+
+    @property
+    def is_forming(self) -> bool:
+        """True if there is no group, or one that waits for its first members."""
+        return self.group is None or self.group["state"] == "forming"
+
+    @property
+    def may_return(self) -> bool:
+        """True if an agent has left that may be back."""
+        return self.group is not None and any(_CLOSED not in one["why"] for one in self.group.get("gone", ()))
+
+
+def look(url: str, wanted: Wanted) -> Status:
+    """Return the coordinator's status. GradServerError if it does not answer."""
+    groups = fetch(url)["groups"]
+    group = groups.get(wanted.group)
+    reasons = [] if group is None else [group["broken"] or "", *(one["why"] for one in group.get("gone", ()))]
+    return Status(group, wanted.mark in groups or any(_CLOSED in reason for reason in reasons))
+
+
+def judge(status: Status, name: str, size: int, most: int) -> Seen:
+    """Return what the coordinator's status means to the agent ``name``: the second table above.
 
     Args:
-        group: the group's part of the status; None if there is no such group.
-        name: the agent's name in it.
+        status: the status.
+        name: the agent's name in the group.
         size: number of members that it had when it was complete.
         most: number of members that it may have.
     """
-    if group is None:
-        return Seen()
+    group = status.group
+    if group is None or status.is_closed:
+        return Seen(0, status.is_closed)
     waiting = len(group["waiting"]) + len(group.get("joining", ()))
-    if name not in {member["name"] for member in group["members"]}:
+    if name not in status.names:
         return Seen(waiting)
-    if _is_closed(group):
-        return Seen(0, True)
-    if group["broken"] or len(group["members"]) < size:
+    if group["broken"] or len(status.names) < size:
         return Seen(max(waiting, 1))
     return Seen(min(waiting, most - size))
-
-
-def _is_closed(group: Mapping[str, Any] | None) -> bool:
-    """Tell whether a member has closed the rendezvous."""
-    if group is None:
-        return False
-    reasons = [group["broken"] or "", *(one["why"] for one in group.get("gone", ()))]
-    return any(_CLOSED in reason for reason in reasons)
-
-
-def _status(url: str, group: str) -> Mapping[str, Any] | None:
-    """Return the coordinator's status of a group; None if it has none.
-
-    Raises:
-        GradServerError: it does not answer.
-    """
-    found: Mapping[str, Any] | None = fetch(url)["groups"].get(group)
-    return found
 
 
 class Watch:
@@ -247,8 +270,7 @@ class Watch:
     def look(self) -> Seen:
         """Look once. What was seen stays if the coordinator does not answer; it may be about to be started again."""
         with suppress(GradServerError, OSError):
-            group = _status(self._url, self._wanted.group)
-            found = judge(group, self._name, self._size, self._wanted.most)
+            found = judge(look(self._url, self._wanted), self._name, self._size, self._wanted.most)
             self.seen = found._replace(is_closed=found.is_closed or self.seen.is_closed)
         return self.seen
 
@@ -257,12 +279,16 @@ class Watch:
         self._over.set()
 
 
+_numbers = itertools.count()
+"""Numbers of the agents of this process, which has one as a rule."""
+
+
 class Rendezvous(RendezvousHandler):
     """Rendezvous of one agent of torchrun with the others."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted, self._url = wanted, wanted.url
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._name = f"{socket.gethostname()}:{os.getpid()}" + (f":{number}" if (number := next(_numbers)) else "")
         self._coordinator: subprocess.Popen[str] | None = None
         self._worker: Worker | None = None
         self._watch: Watch | None = None
@@ -308,8 +334,18 @@ class Rendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Close the rendezvous: no agent begins again."""
+        if not self.is_closed() and self._worker is not None:
+            with suppress(GradServerError):
+                if look(self._url, self._wanted).may_return:
+                    self._mark()
         self._is_closed = True
         self._leave(_CLOSED)
+
+    def _mark(self) -> None:
+        """Show for a while that the rendezvous is closed: to agents that have left, and look at nothing but status."""
+        asked = Join(self._wanted.mark, self._name, -1, 1, self._wanted.reach, offer_of(TCP))
+        with join(Wish(self._url, asked, "tcp", "fp32", 0.0)):
+            time.sleep(_MARK_SECONDS)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, and end a coordinator of its own when the others are gone."""
@@ -327,6 +363,7 @@ class Rendezvous(RendezvousHandler):
         self._check_open()
         self._leave(_AGAIN)
         until = time.monotonic() + self._wanted.join
+        self._await_others(until)
         while True:
             self._reach(until)
             worker, until = self._let_in(until)
@@ -353,6 +390,19 @@ class Rendezvous(RendezvousHandler):
         worker, self._worker, self._watch = self._worker, None, None
         if worker is not None:
             worker.close(reason)
+
+    def _await_others(self, until: float) -> None:
+        """Wait until no agent of the last rendezvous is a member any more. They see that this one has left."""
+        while time.monotonic() < until:
+            try:
+                status = look(self._url, self._wanted)
+            except GradServerError:
+                return  # and it is waited for next
+            self._is_closed |= status.is_closed
+            self._check_open()
+            if status.names.isdisjoint(self._names):
+                return
+            time.sleep(_LOOK_SECONDS / 2)
 
     def _reach(self, until: float) -> None:
         """Wait for the coordinator, and start it if it is to be here."""
@@ -397,15 +447,15 @@ class Rendezvous(RendezvousHandler):
         """
         wanted, is_spare = self._wanted, False
         while True:
-            group = _status(self._url, wanted.group)
-            if _is_closed(group):
-                self._is_closed = True
-                self._check_open()
-            if is_whole := group is not None and not group["broken"] and len(group["members"]) >= wanted.most:
+            status = look(self._url, wanted)
+            self._is_closed |= status.is_closed
+            self._check_open()
+            is_whole = status.group is not None and not status.group["broken"] and len(status.names) >= wanted.most
+            if is_whole:
                 until = time.monotonic() + wanted.join
             elif time.monotonic() + _RETRY_SECONDS >= until or _is_for_good(refusal):
                 raise refusal
-            elif group is None or group["state"] == "forming":
+            elif status.is_forming:
                 return until
             if is_whole and not is_spare:
                 log.warning(
@@ -421,8 +471,7 @@ class Rendezvous(RendezvousHandler):
         wanted = self._wanted
         self._check_policy()
         if worker.joins:
-            while not worker.closed and time.monotonic() < until:
-                time.sleep(_RETRY_SECONDS)
+            self._await_beginning(worker, until)
             return None
         if not wanted.least <= worker.world_size <= wanted.most:
             return None
@@ -432,15 +481,23 @@ class Rendezvous(RendezvousHandler):
             if time.monotonic() + _RETRY_SECONDS >= until:
                 raise
             with suppress(GradServerError):
-                self._is_closed |= _is_closed(_status(self._url, wanted.group))
+                self._is_closed |= look(self._url, wanted).is_closed
             self._check_open()
             log.warning("the rendezvous %r begins again: %s", wanted.run, error)
             return None
 
+    def _await_beginning(self, worker: Worker, until: float) -> None:
+        """Wait until an elastic group, which this agent joins at work, has ended, as its members begin again."""
+        while not worker.closed and time.monotonic() < until:
+            with suppress(GradServerError):
+                self._is_closed |= look(self._url, self._wanted).is_closed
+            self._check_open()
+            time.sleep(_LOOK_SECONDS / 2)
+
     def _check_policy(self) -> None:
         """Refuse a group that cannot have the number of nodes that torchrun has, if that is elastic."""
         wanted = self._wanted
-        group = _status(self._url, wanted.group) if wanted.is_elastic else None
+        group = look(self._url, wanted).group if wanted.is_elastic else None
         if group is None or group["elastic"] == [wanted.least, wanted.most]:
             return
         has = "{}:{}".format(*group["elastic"]) if group["elastic"] else group["world_size"]
@@ -495,6 +552,7 @@ class Rendezvous(RendezvousHandler):
             more = f". Of the last rendezvous are missing: {', '.join(lost)}" if lost else ""
             return RendezvousTimeoutError(
                 f"the rendezvous {wanted.run!r} of {wanted.nodes} nodes was not complete in time: {error.message}{more}"
+                f". Nodes wait for --rdzv-conf join_timeout=SECONDS"
             )
         if isinstance(error, InvalidWorldSizeError):
             remedy = self._remedy() if wanted.is_elastic else "Give all nodes the same --nnodes"
