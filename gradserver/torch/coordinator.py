@@ -88,14 +88,28 @@ def start(bind: str, *elastic: str) -> tuple[subprocess.Popen[str], int]:
         text=True,
         start_new_session=True,  # Ctrl-C reaches the ranks alone, and it has to tell them of each other's ends
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     said = process.stdout.readline().strip()
     found = re.search(r"listening on tcp://\S+:(\d+)", said)
     if found is None:
         process.kill()
-        reason = said or f"status {process.wait()}; its words are above"
+        status = process.wait()
+        process.stdin.close()
+        process.stdout.close()
+        reason = said or f"status {status}; its words are above"
         raise CoordinatorError(f"could not start a coordinator at {bind} ({reason})")
     return process, int(found[1])
+
+
+def end(process: subprocess.Popen[str], patience: float) -> None:
+    """Have a coordinator end when its groups have, and wait for that for a while."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+        process.stdout.close()
 
 
 def reach(url: str, patience: float, hint: str = _HINT) -> None:

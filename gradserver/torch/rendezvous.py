@@ -81,7 +81,7 @@ from gradserver.protocol.messages import Join
 from gradserver.protocol.planes import AUTO, TCP
 from gradserver.protocol.url import numeric_url, parse_target, parse_url
 from gradserver.status import fetch
-from gradserver.torch.coordinator import REACHING_SECONDS, URL, addresses, reach, start
+from gradserver.torch.coordinator import REACHING_SECONDS, URL, addresses, end, reach, start
 from gradserver.torch.private import TCPStore
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import Wish, join
@@ -351,8 +351,7 @@ class Rendezvous(RendezvousHandler):
         """Close the rendezvous, and end a coordinator of its own when the others are gone."""
         self.set_closed()
         if self._coordinator is not None:
-            assert self._coordinator.stdin is not None
-            self._coordinator.stdin.close()
+            end(self._coordinator, _LOOK_SECONDS)
         return True
 
     # ── one rendezvous ────────────────────────────────────────────────────────────────────────────────
@@ -471,7 +470,7 @@ class Rendezvous(RendezvousHandler):
         wanted = self._wanted
         self._check_policy()
         if worker.joins:
-            self._await_beginning(worker, until)
+            self._await_beginning(until)
             return None
         if not wanted.least <= worker.world_size <= wanted.most:
             return None
@@ -486,12 +485,14 @@ class Rendezvous(RendezvousHandler):
             log.warning("the rendezvous %r begins again: %s", wanted.run, error)
             return None
 
-    def _await_beginning(self, worker: Worker, until: float) -> None:
-        """Wait until an elastic group, which this agent joins at work, has ended, as its members begin again."""
-        while not worker.closed and time.monotonic() < until:
-            with suppress(GradServerError):
-                self._is_closed |= look(self._url, self._wanted).is_closed
+    def _await_beginning(self, until: float) -> None:
+        """Wait until the elastic group that this agent joins at work has ended, as its members begin again."""
+        while time.monotonic() < until:
+            status = look(self._url, self._wanted)
+            self._is_closed |= status.is_closed
             self._check_open()
+            if self._name not in {one["name"] for one in (status.group or {}).get("joining", ())}:
+                return
             time.sleep(_LOOK_SECONDS / 2)
 
     def _check_policy(self) -> None:
