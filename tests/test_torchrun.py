@@ -21,9 +21,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from gradserver.protocol.url import parse_url
 from gradserver.status import fetch
 from gradserver.torch.rendezvous import Rendezvous, Seen, Status, create, judge
-from tests.cluster import PATIENCE, Daemon, Program, Task, together, wait_until
+from tests.cluster import PATIENCE, ROOT, STARTED_WITHIN, Daemon, Program, Task, together, wait_until
+from tests.torchrun_program import ENTRY
 
 SOON = 5.0
 """Seconds within which an agent hears of another one's end: a look each second, on a busy machine."""
@@ -278,10 +280,11 @@ def restarted(daemon: Daemon, *options: str) -> Program:
 
 def test_a_coordinator_that_is_started_again_disturbs_no_agent(tmp_path: Path) -> None:
     options = "--state-dir", str(tmp_path / "state")
-    with Daemon(*options) as daemon, Agents(daemon.url) as agents:
+    with Daemon(*options) as daemon:
+        agents = Agents(daemon.url)
         one, other = agents.new(), agents.new()
         meet(one, other)
-        with restarted(daemon, *options):
+        with restarted(daemon, *options), agents:
             time.sleep(2.5)  # two looks at least
             assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
             dies(one)
@@ -290,15 +293,15 @@ def test_a_coordinator_that_is_started_again_disturbs_no_agent(tmp_path: Path) -
 
 
 def test_a_coordinator_without_memory_is_met_at_anew(daemon: Daemon) -> None:
-    with Agents(daemon.url) as agents:
-        one, other = agents.new(), agents.new()
-        meet(one, other)
-        with restarted(daemon):
-            time.sleep(1.5)
-            assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)  # their trainings may not need it
-            again = Task(one.next_rendezvous)
-            hears(other)
-            assert {other.next_rendezvous().rank, again.result().rank} == {0, 1}
+    agents = Agents(daemon.url)
+    one, other = agents.new(), agents.new()
+    meet(one, other)
+    with restarted(daemon), agents:
+        time.sleep(1.5)
+        assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)  # their trainings may not need it
+        again = Task(one.next_rendezvous)
+        hears(other)
+        assert {other.next_rendezvous().rank, again.result().rank} == {0, 1}
 
 
 def test_agents_start_a_coordinator_where_none_is() -> None:
@@ -405,3 +408,164 @@ def test_a_coordinator_that_serves_other_groups_is_told_of() -> None:
         error = Task(agents.new().next_rendezvous).error(RendezvousConnectionError)
     assert "serves group 'default', and no group 'torchrun/job'" in str(error)
     assert "--groups any" in str(error)
+
+
+# ── torchrun itself ───────────────────────────────────────────────────────────────────────────────────
+
+WORKS = """
+import os, sys, time
+parent, folder = os.getppid(), sys.argv[1]
+told = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "GRADSERVER_URL")]
+print("began", *told, os.getpid(), flush=True)
+while not os.path.exists(folder + "/over"):
+    time.sleep(0.02)
+    if os.getppid() != parent:
+        sys.exit(1)
+"""
+"""A training that needs no torch, and so begins at once. It ends when there is a certain file."""
+SUMS = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gradserver")
+steps, value = int(sys.argv[2]), torch.ones(1)
+for step in range(steps):
+    dist.all_reduce(value, dist.ReduceOp.AVG)
+    if step % 10 == 0:
+        print("step", step, flush=True)
+    if steps > 1:
+        time.sleep(0.05)
+dist.all_reduce(value)
+print("sum", value.item(), "of", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+class Nodes(ExitStack):
+    """Agents of torchrun in processes of their own, each as if it was a node, with a worker each."""
+
+    def __init__(self, url: str, folder: Path, script: str = WORKS, *arguments: str) -> None:
+        super().__init__()
+        self.url, self._folder = url, folder
+        path = folder / "train.py"
+        path.write_text(script)
+        self._script = str(path), str(folder), *arguments
+
+    def start(self, *options: str) -> Program:
+        """Start an agent."""
+        words = "--rdzv-backend=gradserver", f"--rdzv-endpoint={self.url.removeprefix('tcp://')}", "--rdzv-id=job"
+        path = os.pathsep.join([str(self._folder), str(ENTRY), str(ROOT)])
+        program = Program(
+            str(ROOT / "tests" / "torchrun_program.py"),
+            str(self._folder),
+            *(*words, "--nnodes=2", "--nproc-per-node=1", *options, *self._script),
+            environment={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            loaded="torch",
+        )
+        return self.enter_context(program)
+
+    def over(self) -> None:
+        """Have the trainings end."""
+        (self._folder / "over").touch()
+
+
+def began(agent: Program) -> tuple[str, int]:
+    """Wait for the next beginning of an agent's training. Return what it was told, and its process."""
+    rank, world, restarts, _, pid = agent.expect("began ", STARTED_WITHIN).split()
+    return f"{rank} of {world}, restart {restarts}", int(pid)
+
+
+def is_gone(url: str) -> bool:
+    """Tell whether nothing listens at a URL."""
+    try:
+        socket.create_connection(parse_url(url), timeout=1).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_a_training_by_torchrun_needs_nothing_else(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with Nodes(url, tmp_path, SUMS, "1") as nodes:
+        both = nodes.start(), nodes.start()
+        assert {agent.expect("sum ", STARTED_WITHIN) for agent in both} == {"2.0 of 2"}
+        assert [agent.end() for agent in both] == [0, 0]
+        said = [line for agent in both for line in agent.complaints()]
+    assert not [line for line in said if "Exception while registering" in line]
+    wait_until(lambda: is_gone(url), "the coordinator has ended, too")
+
+
+def test_a_training_process_that_is_killed_begins_again_with_all(daemon: Daemon, tmp_path: Path) -> None:
+    with Nodes(daemon.url, tmp_path) as nodes:
+        both = [nodes.start("--max-restarts=1") for _ in range(2)]
+        first = [began(agent) for agent in both]
+        assert {told for told, _ in first} == {"0 of 2, restart 0", "1 of 2, restart 0"}
+        os.kill(first[0][1], signal.SIGKILL)
+        again = [began(agent)[0] for agent in both]
+        assert {told.partition(",")[0] for told in again} == {"0 of 2", "1 of 2"}
+        assert [told.rpartition(" ")[2] for told in again] == ["1", "0"]  # the other one's has not failed
+        nodes.over()
+        assert [agent.end() for agent in both] == [0, 0]
+
+
+def test_a_node_that_is_killed_has_its_place_taken(daemon: Daemon, tmp_path: Path) -> None:
+    with Nodes(daemon.url, tmp_path) as nodes:
+        one, other = nodes.start("--max-restarts=0"), nodes.start("--max-restarts=0")
+        began(one), began(other)
+        one.send_signal(signal.SIGKILL)
+        third = nodes.start("--max-restarts=0")
+        assert {began(other)[0], began(third)[0]} == {"0 of 2, restart 0", "1 of 2, restart 0"}
+        nodes.over()
+        assert (other.end(), third.end()) == (0, 0)
+
+
+def test_a_node_that_fails_for_good_ends_the_others(daemon: Daemon, tmp_path: Path) -> None:
+    with Nodes(daemon.url, tmp_path) as nodes:
+        one, other = nodes.start("--max-restarts=0"), nodes.start("--max-restarts=1")
+        (_, first), (_, second) = began(one), began(other)
+        os.kill(first, signal.SIGKILL)
+        assert one.end() == 1
+        os.kill(second, signal.SIGKILL)  # as its exchange fails without the first
+        assert other.end() == 1
+        assert "another node has failed for good" in "\n".join(other.complaints())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_is_left_by_a_node_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with Nodes(url, tmp_path) as nodes:
+        host = nodes.start()
+        wait_until(lambda: not is_gone(url), "it has started a coordinator", STARTED_WITHIN)
+        other = nodes.start("--rdzv-conf=is_host=false,join_timeout=4,read_timeout=1")
+        pids = [began(agent)[1] for agent in (host, other)]
+        host.send_signal(number)
+        host.end()
+        wait_until(lambda: is_gone(url), "the coordinator has ended, too")
+        assert other.end() == 1  # it has heard of that, and waits for another node
+        assert "no coordinator listens" in "\n".join(other.complaints())
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the trainings have ended")
+
+
+@pytest.mark.long
+def test_a_coordinator_that_is_started_again_costs_a_training_nothing(tmp_path: Path) -> None:
+    options = "--state-dir", str(tmp_path / "state")
+    with Daemon(*options) as daemon, Nodes(daemon.url, tmp_path, SUMS, "100") as nodes:
+        both = nodes.start("--max-restarts=0"), nodes.start("--max-restarts=0")
+        for agent in both:
+            agent.expect("step 20", STARTED_WITHIN)
+        with restarted(daemon, *options):
+            assert {agent.expect("sum ", STARTED_WITHIN) for agent in both} == {"2.0 of 2"}
+            assert [agent.end() for agent in both] == [0, 0]
+
+
+@pytest.mark.long
+def test_a_training_over_the_backend_begins_again(daemon: Daemon, tmp_path: Path) -> None:
+    with Nodes(daemon.url, tmp_path, SUMS, "100") as nodes:
+        both = [nodes.start("--max-restarts=1") for _ in range(2)]
+        for agent in both:
+            agent.expect("step 10", STARTED_WITHIN)
+        (child,) = [int(pid) for pid in Path(f"/proc/{both[0].pid}/task/{both[0].pid}/children").read_text().split()]
+        os.kill(child, signal.SIGKILL)
+        for agent in both:
+            agent.expect("step 0", STARTED_WITHIN)
+        assert {agent.expect("sum ", STARTED_WITHIN) for agent in both} == {"2.0 of 2"}
+        assert [agent.end() for agent in both] == [0, 0]
