@@ -77,6 +77,12 @@ def meet(*agents: Rendezvous) -> list[RendezvousInfo]:
     return together(agents, Rendezvous.next_rendezvous)
 
 
+def master(info: RendezvousInfo) -> str:
+    """Return where the processes of a training are to meet."""
+    assert info.bootstrap_store_info is not None
+    return f"{info.bootstrap_store_info.master_addr}:{info.bootstrap_store_info.master_port}"
+
+
 def hears(agent: Rendezvous, count: int = 1) -> None:
     """Wait until an agent hears that all begin again."""
     wait_until(lambda: agent.num_nodes_waiting() == count, f"it hears of {count}", SOON)
@@ -93,19 +99,19 @@ def dies(agent: Rendezvous) -> None:
 # ── what a status means ───────────────────────────────────────────────────────────────────────────────
 
 
-def group(names: str, waiting: int = 0, joining: int = 0, broken: str | None = None, is_closed: bool = False) -> Status:
+def group(names: str, waiting: int = 0, joining: int = 0, broken: str | None = None, closed_by: str = "") -> Status:
     """Return the status of a group with members of these names, each a letter."""
     members = [{"name": name} for name in names]
     return Status(
-        {"members": members, "waiting": [{}] * waiting, "joining": [{}] * joining, "broken": broken}, is_closed
+        {"members": members, "waiting": [{}] * waiting, "joining": [{}] * joining, "broken": broken}, closed_by
     )
 
 
 @pytest.mark.parametrize(
     ("status", "most", "seen"),
     [
-        (Status(None, False), 2, Seen()),
-        (Status(None, True), 2, Seen(0, True)),
+        (Status(None), 2, Seen()),
+        (Status(None, "b"), 2, Seen(0, "b")),
         (group("ab"), 2, Seen()),
         (group("ab", waiting=3), 2, Seen()),
         (group("ab", waiting=3), 4, Seen(2)),
@@ -113,8 +119,8 @@ def group(names: str, waiting: int = 0, joining: int = 0, broken: str | None = N
         (group("a", broken="'b' was lost"), 2, Seen(1)),
         (group("a", waiting=2, broken="'b' left"), 2, Seen(2)),
         (group("a"), 4, Seen(1)),
-        (group("a", waiting=1, is_closed=True), 4, Seen(0, True)),
-        (group("", waiting=1, is_closed=True), 4, Seen(0, True)),
+        (group("a", waiting=1, closed_by="b"), 4, Seen(0, "b")),
+        (group("", waiting=1, closed_by="b"), 4, Seen(0, "b")),
         (group(""), 2, Seen()),
         (group("", waiting=1), 2, Seen(1)),
         (group("xy", waiting=1), 2, Seen(1)),
@@ -173,8 +179,7 @@ def test_agents_meet_and_share_a_store(daemon: Daemon) -> None:
         assert {one.world_size for one in told} == {2}
         told[0].store.set("key", "value")
         assert told[1].store.get("key") == b"value"
-        addresses = {(one.bootstrap_store_info.master_addr, one.bootstrap_store_info.master_port) for one in told}
-        assert len(addresses) == 1
+        assert len({master(one) for one in told}) == 1
         assert os.environ["GRADSERVER_URL"] == daemon.url
         assert [agent.num_nodes_waiting() for agent in both] == [0, 0]
         assert (both[0].get_backend(), both[0].get_run_id(), both[0].use_agent_store) == ("gradserver", "job", True)
@@ -183,9 +188,10 @@ def test_agents_meet_and_share_a_store(daemon: Daemon) -> None:
 def test_a_training_may_have_a_store_of_its_own(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with Agents(daemon.url) as agents:
-        first, second = meet(agents.new(), agents.new())
+        both = agents.new(), agents.new()
+        first, second = meet(*both)
         assert first.bootstrap_store_info == second.bootstrap_store_info
-        assert first.bootstrap_store_info.master_port != first.store.port
+        assert int(master(first).rpartition(":")[2]) != both[0]._store.port
         assert not agents.new().use_agent_store
 
 
@@ -197,9 +203,7 @@ def test_an_agent_that_begins_again_takes_the_others_along(daemon: Daemon) -> No
         hears(other)
         told = [other.next_rendezvous(), again.result()]
         assert sorted(info.rank for info in told) == [0, 1]
-        assert {info.bootstrap_store_info.master_port for info in told}.isdisjoint(
-            {info.bootstrap_store_info.master_port for info in before}
-        )
+        assert {master(info) for info in told}.isdisjoint({master(info) for info in before})
         time.sleep(1.5)  # two looks
         assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
 
@@ -221,9 +225,9 @@ def test_a_closed_rendezvous_is_closed_for_all(daemon: Daemon) -> None:
         wait_until(other.is_closed, "the other hears of it", SOON)
         assert other.num_nodes_waiting() == 0  # its training goes on
         late = Task(agents.new().next_rendezvous)
-        assert "job is over" in str(late.error(RendezvousClosedError))
+        assert f"closed by {one._name!r}: the job is over" in str(late.error(RendezvousClosedError))
         for agent in (one, other):
-            with pytest.raises(RendezvousClosedError, match="the rendezvous 'job' is closed"):
+            with pytest.raises(RendezvousClosedError, match="the rendezvous 'job' was closed by"):
                 agent.next_rendezvous()
     with Agents(daemon.url) as agents:  # another job may have its id
         meet(agents.new(), agents.new())
@@ -236,7 +240,7 @@ def test_an_agent_that_waits_for_the_others_hears_that_they_are_done(daemon: Dae
         again = Task(one.next_rendezvous)
         hears(other)
         assert other.shutdown()  # its training has failed too often
-        assert "another node has failed for good" in str(again.error(RendezvousClosedError, SOON))
+        assert f"closed by {other._name!r}" in str(again.error(RendezvousClosedError, SOON))
 
 
 def test_a_node_that_is_not_needed_waits_for_a_place(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
@@ -526,7 +530,7 @@ def test_a_node_that_fails_for_good_ends_the_others(daemon: Daemon, tmp_path: Pa
         assert one.end() == 1
         os.kill(second, signal.SIGKILL)  # as its exchange fails without the first
         assert other.end() == 1
-        assert "another node has failed for good" in "\n".join(other.complaints())
+        assert f"{one.pid}': the job is over, or that node has failed for good" in "\n".join(other.complaints())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -150,10 +150,10 @@ class Wanted(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Agents that wait for a member of the group, and whether the rendezvous is closed."""
+    """The number of agents that wait for a member of the group, and the one that has closed the rendezvous, if any."""
 
     waiting: int = 0
-    is_closed: bool = False
+    closed_by: str = ""
 
 
 def create(parameters: RendezvousParameters) -> Rendezvous:
@@ -205,10 +205,10 @@ def _is_here(host: str) -> bool:
 
 
 class Status(NamedTuple):
-    """The coordinator's status of the group, None if it has none, and whether the rendezvous is closed."""
+    """The coordinator's status of the group, None if it has none, and the agent that has closed the rendezvous."""
 
     group: Mapping[str, Any] | None
-    is_closed: bool
+    closed_by: str = ""
 
     @property
     def names(self) -> set[str]:
@@ -230,8 +230,11 @@ def look(url: str, wanted: Wanted) -> Status:
     """Return the coordinator's status. GradServerError if it does not answer."""
     groups = fetch(url)["groups"]
     group = groups.get(wanted.group)
-    reasons = [] if group is None else [group["broken"] or "", *(one["why"] for one in group.get("gone", ()))]
-    return Status(group, wanted.mark in groups or any(_CLOSED in reason for reason in reasons))
+    closed = [one["name"] for one in groups.get(wanted.mark, {}).get("members", ())]
+    if group is not None:
+        closed += [one["name"] for one in group.get("gone", ()) if _CLOSED in one["why"]]
+        closed += [group["broken"].partition(" (")[0].strip("'")] * (_CLOSED in (group["broken"] or ""))
+    return Status(group, "".join(closed[:1]))
 
 
 def judge(status: Status, name: str, size: int, most: int) -> Seen:
@@ -244,8 +247,8 @@ def judge(status: Status, name: str, size: int, most: int) -> Seen:
         most: number of members that it may have.
     """
     group = status.group
-    if group is None or status.is_closed:
-        return Seen(0, status.is_closed)
+    if group is None or status.closed_by:
+        return Seen(0, status.closed_by)
     waiting = len(group["waiting"]) + len(group.get("joining", ()))
     if name not in status.names:
         return Seen(waiting)
@@ -271,7 +274,7 @@ class Watch:
         """Look once. What was seen stays if the coordinator does not answer; it may be about to be started again."""
         with suppress(GradServerError, OSError):
             found = judge(look(self._url, self._wanted), self._name, self._size, self._wanted.most)
-            self.seen = found._replace(is_closed=found.is_closed or self.seen.is_closed)
+            self.seen = found._replace(closed_by=found.closed_by or self.seen.closed_by)
         return self.seen
 
     def end(self) -> None:
@@ -296,7 +299,7 @@ class Rendezvous(RendezvousHandler):
         """The store of the last rendezvous. Processes that end may use it until the next one is complete."""
         self._names: tuple[str, ...] = ()
         """Names of the agents of the last rendezvous."""
-        self._is_closed = False
+        self._closed_by = ""
 
     # ── what torchrun calls ───────────────────────────────────────────────────────────────────────────
 
@@ -330,7 +333,7 @@ class Rendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """Return true if an agent has closed the rendezvous."""
-        return self._is_closed or (self._watch is not None and self._watch.seen.is_closed)
+        return bool(self._closed_by or (self._watch is not None and self._watch.seen.closed_by))
 
     def set_closed(self) -> None:
         """Close the rendezvous: no agent begins again."""
@@ -338,7 +341,7 @@ class Rendezvous(RendezvousHandler):
             with suppress(GradServerError):
                 if look(self._url, self._wanted).may_return:
                     self._mark()
-        self._is_closed = True
+        self._closed_by = self._closed_by or self._name
         self._leave(_CLOSED)
 
     def _mark(self) -> None:
@@ -359,8 +362,8 @@ class Rendezvous(RendezvousHandler):
     def _meet(self) -> RendezvousInfo:
         if self._watch is not None:
             self._watch.look()
+        self._leave(_CLOSED if self.is_closed() else _AGAIN)
         self._check_open()
-        self._leave(_AGAIN)
         until = time.monotonic() + self._wanted.join
         self._await_others(until)
         while True:
@@ -376,16 +379,19 @@ class Rendezvous(RendezvousHandler):
             self._leave(_AGAIN)
             time.sleep(_RETRY_SECONDS)
 
-    def _check_open(self) -> None:
-        if self.is_closed():
+    def _check_open(self, status: Status | None = None) -> None:
+        """Raise RendezvousClosedError if this agent knows, or the status says, that the rendezvous is closed."""
+        self._closed_by = self._closed_by or (status.closed_by if status is not None else "")
+        if self._closed_by:
             raise RendezvousClosedError(
-                f"the rendezvous {self._wanted.run!r} is closed: its job is over, or another node has failed for good"
+                f"the rendezvous {self._wanted.run!r} was closed by {self._closed_by!r}: the job is over, or that node "
+                f"has failed for good"
             )
 
     def _leave(self, reason: str) -> None:
         if self._watch is not None:
             self._watch.end()
-            self._is_closed |= self._watch.seen.is_closed
+            self._closed_by = self._closed_by or self._watch.seen.closed_by
         worker, self._worker, self._watch = self._worker, None, None
         if worker is not None:
             worker.close(reason)
@@ -397,8 +403,7 @@ class Rendezvous(RendezvousHandler):
                 status = look(self._url, self._wanted)
             except GradServerError:
                 return  # and it is waited for next
-            self._is_closed |= status.is_closed
-            self._check_open()
+            self._check_open(status)
             if status.names.isdisjoint(self._names):
                 return
             time.sleep(_LOOK_SECONDS / 2)
@@ -447,8 +452,7 @@ class Rendezvous(RendezvousHandler):
         wanted, is_spare = self._wanted, False
         while True:
             status = look(self._url, wanted)
-            self._is_closed |= status.is_closed
-            self._check_open()
+            self._check_open(status)
             is_whole = status.group is not None and not status.group["broken"] and len(status.names) >= wanted.most
             if is_whole:
                 until = time.monotonic() + wanted.join
@@ -480,7 +484,7 @@ class Rendezvous(RendezvousHandler):
             if time.monotonic() + _RETRY_SECONDS >= until:
                 raise
             with suppress(GradServerError):
-                self._is_closed |= look(self._url, wanted).is_closed
+                self._closed_by = look(self._url, wanted).closed_by
             self._check_open()
             log.warning("the rendezvous %r begins again: %s", wanted.run, error)
             return None
@@ -489,8 +493,7 @@ class Rendezvous(RendezvousHandler):
         """Wait until the elastic group that this agent joins at work has ended, as its members begin again."""
         while time.monotonic() < until:
             status = look(self._url, self._wanted)
-            self._is_closed |= status.is_closed
-            self._check_open()
+            self._check_open(status)
             if self._name not in {one["name"] for one in (status.group or {}).get("joining", ())}:
                 return
             time.sleep(_LOOK_SECONDS / 2)
