@@ -50,15 +50,17 @@ GROUP: Final = "GRADSERVER_GROUP"
 """Environment variable with the name of the default group, for a coordinator that serves certain groups only."""
 
 _PLAIN: Final = (
-    "group %r of torch.distributed is on %s. Its sums are plain: without a wire format, quorum, robust mean, policy for "
-    "NaN, noise scale or ledger of gradients. Rounds of gradients have these: gradserver.torch.DistributedDataParallel, "
-    "or register_comm_hook(gradserver.torch.Rounds(), gradserver.torch.hook). docs/torch-backend.md says why"
+    "group %r of torch.distributed is on %s. Its sums are plain: without a wire format, quorum, robust mean, policy "
+    "for NaN, noise scale or ledger of gradients. Rounds of gradients have these: "
+    "gradserver.torch.DistributedDataParallel, or register_comm_hook(gradserver.torch.Rounds(), "
+    "gradserver.torch.hook). docs/torch-backend.md says why"
 )
 
 
 class Root(NamedTuple):
     """The group that a process has connected to, and of which others are sub-groups."""
 
+    url: str
     worker: Worker
     process: int
     ranks: tuple[int, ...]
@@ -119,7 +121,7 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
         reach(url, min(_limit(wanted.timeout), REACHING_SECONDS))
     worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0), plane=None)
     if not wanted.global_ranks_in_group:
-        _roots.append(Root(worker, os.getpid(), ranks))
+        _roots.append(Root(url, worker, os.getpid(), ranks))
         if rank == 0:
             log.info(_PLAIN, worker.group, f"the coordinator at {url}" if url else "a coordinator of its own")
     return worker
@@ -131,7 +133,7 @@ def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
     if rank == 0:
         told = {"host": socket.gethostname(), "group": os.environ.get(GROUP) or group, "given": bool(own)}
         try:
-            told["url"] = own or coordinator_url(host_of(store))
+            told["url"] = own or (_roots[0].url if _roots else "") or coordinator_url(host_of(store))
             parse_target(str(told["url"]))
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"

@@ -17,11 +17,13 @@ def as_torchs(error: GradServerError) -> GradServerError:
     """
     if isinstance(error, dist.DistBackendError):
         return error
-    text = error.message
-    if isinstance(error, DeadlineError) and "timed out" not in text.lower():
-        text = f"Timed out: {text}"
     kind: Any = type(error)
-    return _both(kind)(text, **error.fields)
+    text = error.message
+    if isinstance(error, DeadlineError):
+        text = text.replace(" is not done after ", " timed out: it is not done after a timeout of ")
+        text = text if "timed out" in text.lower() else f"Timed out: {text}"
+    found: GradServerError = _both(kind)(text, **error.fields)
+    return found
 
 
 @cache

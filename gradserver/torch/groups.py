@@ -12,7 +12,8 @@ import torch.distributed as dist
 from gradserver.protocol.errors import GradServerError, UsageError
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.operations import Operations
-from gradserver.torch.private import HAS_PYTHON_BACKENDS, BackendBase, Store, c10d
+from gradserver.torch.private import HAS_PYTHON_BACKENDS, BackendBase, Store, admit_monitored_barrier, c10d, profiled
+from gradserver.torch.work import GradServerWork
 from gradserver.worker.client import Worker
 
 _SPELLINGS: Final = {
@@ -37,6 +38,14 @@ _SPELLINGS: Final = {
     "recv_anysource": ("recv_anysource",),
 }
 """Names by which versions of torch call each operation."""
+_EVENTS: Final = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "recv_anysource": "recvAnySource",
+}
+"""Names of operations in profiles, as gloo's are called there, where they are others."""
 MADE: Final[dict[str, _Common]] = {}
 """Groups by name. Without a reference of ours, C++ would lose the Python half of one."""
 
@@ -95,12 +104,17 @@ class _Common:
 
 def _forward(name: str) -> Callable[..., Any]:
     """Return a method that calls an operation. Its errors are also torch's."""
+    event = _EVENTS.get(name, name)
 
     def call(self: _Common, *given: Any, **more: Any) -> Any:
+        profiling = profiled(event, given)
         try:
-            return getattr(self.operations, name)(*given, **more)
+            work = getattr(self.operations, name)(*given, **more)
         except GradServerError as error:
             raise as_torchs(error) from None
+        if profiling is not None and isinstance(work, GradServerWork):
+            work.ends(profiling)
+        return work
 
     return call
 
@@ -193,7 +207,7 @@ def worker(group: Any = None) -> Worker:
         raise UsageError("there is no process group: call torch.distributed.init_process_group('gradserver') first")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("this process is not a member of that process group: call this at its members")
-    chosen = dist.group.WORLD if group is None else group
+    chosen: Any = dist.group.WORLD if group is None else group
     found = MADE.get(chosen.group_name)
     if found is None:
         raise UsageError(
@@ -205,6 +219,7 @@ def worker(group: Any = None) -> Worker:
 
 def made_of(operations: Operations, store: Store, name: str, timeout: timedelta) -> Any:
     """Return the object that this torch takes for a group."""
+    admit_monitored_barrier(lambda group: isinstance(group, _Common))
     if HAS_PYTHON_BACKENDS:
         return BackendGradServer(operations, store, name, timeout)
     return ProcessGroupGradServer(operations, store, name)

@@ -27,6 +27,7 @@ from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.work import GradServerWork, Resolvers
 from gradserver.worker.client import Worker
+from gradserver.worker.collectives.any_source import AnySource
 from gradserver.worker.handle import Handle
 
 Tensor = torch.Tensor
@@ -178,8 +179,9 @@ class Operations:
             for target, (places, values, counts) in zip(targets, pieces, strict=True):
                 found = [places.wait()[rank, :, :count] for rank, count in enumerate(counts)]
                 elements = [values.wait()[rank, :count] for rank, count in enumerate(counts)]
-                total = torch.sparse_coo_tensor(torch.cat(found, 1), torch.cat(elements), target.shape)
-                target.detach().copy_(total.coalesce())
+                everything = torch.cat(found, 1), torch.cat(elements)
+                total = torch.sparse_coo_tensor(*everything, target.shape, check_invariants=False)
+                target.copy_(total.coalesce())
 
         return self._work(handles, finish, list(targets), chosen)
 
@@ -331,11 +333,11 @@ class Operations:
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks. The error names, in torch's words, the first rank that is missing, or all of them."""
-        chosen = self._chosen((timeout,), {})
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
         try:
-            self.worker.barrier(timeout=chosen.seconds)
+            self.worker.barrier(timeout=seconds)
         except (DeadlineError, PeerError) as error:
-            text = self._names_missing(error, chosen.seconds, wait_all_ranks)
+            text = self._names_missing(error, seconds, wait_all_ranks)
             raise as_torchs(type(error)(text, **error.fields)) from None
 
     def _names_missing(self, error: DeadlineError | PeerError, seconds: float, wait_all_ranks: bool) -> str:
@@ -344,10 +346,12 @@ class Operations:
                 f"[Rank {self.rank}]: Rank {self.rank} successfully reached monitoredBarrier, but received errors "
                 f"while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank. {error.message}"
             )
+        if seconds <= 0:
+            return f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {seconds * 1000:.0f} ms. {error.message}"
         if isinstance(error, PeerError):
             missing = [error.rank]
         else:
-            missing = sorted(rank for rank, name in enumerate(self.worker.names) if name in error.missing)
+            missing = [rank for rank in range(self.size) if any(f"(rank {rank})" in one for one in error.missing)]
         shown = missing if wait_all_ranks else missing[:1]
         ranks = f"Rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown))}"
         return f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms. {error.message}"
@@ -365,9 +369,12 @@ class Operations:
         return self._work(handles, None, targets, self._chosen((), {}), source)
 
     def recv_anysource(self, tensors: Tensor | Tensors, tag: int = 0) -> GradServerWork:
-        """Refuse to receive from any rank: transfers are between two."""
-        del tensors, tag
-        raise UnsupportedOperationError("the backend 'gradserver' does not receive from any rank: give recv() its src=")
+        """Receive tensors from whichever rank sends first. A thread looks for them, whether the caller waits or not."""
+        targets = _several(tensors)
+        sources = [AnySource(self.worker._session, _dense(tensor), tag) for tensor in targets]
+        work = self._work(sources, None, targets, self._chosen((), {}))
+        work.get_future()
+        return work
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -390,7 +397,12 @@ class Operations:
         return Chosen(_name_of(op), root, min(seconds, MAX_TIMEOUT) if seconds > 0 else self._seconds)
 
     def _work(
-        self, handles: Sequence[Handle], finish: Finish | None, value: list[Tensor], chosen: Chosen, source: int = -1
+        self,
+        handles: Sequence[Handle | AnySource],
+        finish: Finish | None,
+        value: list[Tensor],
+        chosen: Chosen,
+        source: int = -1,
     ) -> GradServerWork:
         self.sequence += 1
         return GradServerWork(self._resolvers, handles, finish, value, chosen.seconds, source)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import wraps
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d
+from torch._C._profiler import _RecordFunctionFast
 
 c10d: Final[Any] = _distributed_c10d
 """The module itself. It has no complete types."""
@@ -25,6 +31,38 @@ TORCHCOMMS: Final = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 def uses_torchcomms() -> bool:
     """Return True if the environment has torch give all groups to torchcomms."""
     return os.environ.get(TORCHCOMMS, "").lower() in ("1", "true", "yes", "on")
+
+
+def admit_monitored_barrier(is_ours: Callable[[Any], bool]) -> None:
+    """Have `torch.distributed.monitored_barrier` call groups of ours, which torch before 2.14 refuses by their name."""
+    torchs = dist.distributed_c10d.monitored_barrier
+    if HAS_PYTHON_BACKENDS or hasattr(torchs, "gradserver"):
+        return
+
+    @wraps(torchs)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if not is_ours(chosen):
+            torchs(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        chosen.monitored_barrier(limit, wait_all_ranks)
+
+    monitored_barrier.gradserver = True  # type: ignore[attr-defined]
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def profiled(name: str, given: Iterable[Any]) -> Any:
+    """Begin an event of torch's profiler, with the shapes of tensors in ``given``; None if nothing is profiled.
+
+    Another thread may end it, by `__exit__`.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return None
+    tensors = [one for some in given for one in (some if isinstance(some, list) else [some])]
+    event = _RecordFunctionFast(f"gradserver:{name}", [one for one in tensors if isinstance(one, torch.Tensor)])
+    event.__enter__()
+    return event
 
 
 def backends_by_device() -> dict[str, str]:

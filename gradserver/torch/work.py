@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from gradserver.protocol.errors import DeadlineError, GradServerError
 from gradserver.torch.errors import as_torchs
+from gradserver.worker.collectives.any_source import AnySource
 from gradserver.worker.handle import Handle
 
 _IDLE_SECONDS: Final = 10.0
@@ -69,7 +71,7 @@ class GradServerWork(dist.Work):
     def __init__(
         self,
         resolvers: Resolvers,
-        handles: Sequence[Handle],
+        handles: Sequence[Handle | AnySource],
         finish: Callable[[], object] | None,
         value: list[torch.Tensor],
         seconds: float,
@@ -78,8 +80,10 @@ class GradServerWork(dist.Work):
         super().__init__()
         self._resolvers, self._handles, self._finish, self._value = resolvers, handles, finish, value
         self._seconds, self._source = seconds, source
+        self._from_any = [handle for handle in handles if isinstance(handle, AnySource)]
         self._completing, self._making = threading.Lock(), threading.Lock()
         self._over = False
+        self._event: AbstractContextManager[object] | None = None
         self._error: GradServerError | None = None
         self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -122,7 +126,7 @@ class GradServerWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that a received message is from."""
-        return self._source
+        return next((one.source for one in self._from_any), self._source)
 
     _source_rank = source_rank
 
@@ -144,6 +148,18 @@ class GradServerWork(dist.Work):
         """Return the same future."""
         return self.get_future()
 
+    def ends(self, event: AbstractContextManager[object]) -> None:
+        """End an event of a profiler when this is done."""
+        self._event = event
+        if self._over:
+            self._end_event()
+
+    def _end_event(self) -> None:
+        with self._making:
+            event, self._event = self._event, None
+        if event is not None:
+            event.__exit__(None, None, None)
+
     def _resolve(self) -> None:
         inner = self._inner
         assert inner is not None
@@ -156,24 +172,24 @@ class GradServerWork(dist.Work):
 
     def _complete(self, seconds: float) -> None:
         """Wait for all exchanges, and put their results in place. A wait that ran out may be repeated."""
-        until = time.monotonic() + seconds
         if not self._over:
-            if not self._completing.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-                raise as_torchs(DeadlineError(f"not done after {seconds:g} s"))
+            if not self._completing.acquire(timeout=seconds):
+                raise as_torchs(DeadlineError(f"the operation is not done after {seconds:g} s"))
             try:
                 if not self._over:
-                    self._finish_until(until)
+                    self._finish_within(seconds)
             finally:
                 self._completing.release()
         if self._error is not None:
             raise self._error.again()
 
-    def _finish_until(self, until: float) -> None:
+    def _finish_within(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         try:
             # Some tensors may be those of inference mode, which another thread has to be in, too.
             with torch.inference_mode():
-                for handle in self._handles:
-                    handle.wait(max(until - time.monotonic(), 0.0))
+                for place, handle in enumerate(self._handles):
+                    handle.wait(max(until - time.monotonic(), 0.0) if place else seconds)
                 if self._finish is not None:
                     self._finish()
         except DeadlineError as error:
@@ -181,3 +197,5 @@ class GradServerWork(dist.Work):
         except GradServerError as error:
             self._error = as_torchs(error)
         self._over, self._handles, self._finish = True, (), None
+        if self._event is not None:
+            self._end_event()
