@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -233,7 +234,7 @@ def look(url: str, wanted: Wanted) -> Status:
     closed = [one["name"] for one in groups.get(wanted.mark, {}).get("members", ())]
     if group is not None:
         closed += [one["name"] for one in group.get("gone", ()) if _CLOSED in one["why"]]
-        closed += [group["broken"].partition(" (")[0].strip("'")] * (_CLOSED in (group["broken"] or ""))
+        closed += re.findall(rf"^'(.*)' \(rank \d+\) left .*{_CLOSED}", group["broken"] or "")
     return Status(group, "".join(closed[:1]))
 
 
