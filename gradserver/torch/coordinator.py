@@ -43,6 +43,8 @@ class Started(NamedTuple):
 
 
 _started: list[Started] = []
+_ending: list[subprocess.Popen[str]] = []
+"""Coordinators that are about to end. To forget one earlier would be reported as a fault."""
 
 
 # ── the process that starts it ────────────────────────────────────────────────────────────────────────────
@@ -107,9 +109,11 @@ def end(process: subprocess.Popen[str], patience: float) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
+    process.stdout.close()
+    try:
         process.wait(patience)
-        process.stdout.close()
+    except subprocess.TimeoutExpired:
+        _ending.append(process)
 
 
 def reach(url: str, patience: float, hint: str = _HINT) -> None:
