@@ -23,12 +23,15 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from gradserver.protocol.url import parse_url
 from gradserver.status import fetch
+from gradserver.torch import rendezvous
 from gradserver.torch.rendezvous import Rendezvous, Seen, Status, create, judge
 from tests.cluster import PATIENCE, ROOT, STARTED_WITHIN, Daemon, Program, Task, together, wait_until
 from tests.torchrun_program import ENTRY
 
 SOON = 5.0
-"""Seconds within which an agent hears of another one's end: a look each second, on a busy machine."""
+"""Seconds within which an agent hears of another one's end, on a busy machine."""
+LOOK = 0.2
+"""Seconds between two looks of agents in threads at the status."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,13 @@ def no_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take GRADSERVER_URL away, and what a rendezvous sets."""
     monkeypatch.setenv("GRADSERVER_URL", "")
     monkeypatch.delenv("GRADSERVER_URL")
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let agents in threads look at the status often."""
+    monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", LOOK)
+    monkeypatch.setattr(rendezvous, "_MARK_SECONDS", 3 * LOOK)
 
 
 @pytest.fixture
@@ -204,7 +214,7 @@ def test_an_agent_that_begins_again_takes_the_others_along(daemon: Daemon) -> No
         told = [other.next_rendezvous(), again.result()]
         assert sorted(info.rank for info in told) == [0, 1]
         assert {master(info) for info in told}.isdisjoint({master(info) for info in before})
-        time.sleep(1.5)  # two looks
+        time.sleep(3 * LOOK)
         assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
 
 
@@ -244,12 +254,12 @@ def test_an_agent_that_waits_for_the_others_hears_that_they_are_done(daemon: Dae
 
 
 def test_a_node_that_is_not_needed_waits_for_a_place(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    with Agents(daemon.url, join_timeout=4) as agents:
+    with Agents(daemon.url, join_timeout=3) as agents:
         one, other = agents.new(), agents.new()
         meet(one, other)
         spare = agents.new()
         waits = Task(spare.next_rendezvous)
-        assert not waits.ended(5.0)  # for longer than it has patience with a rendezvous that is not complete
+        assert not waits.ended(3.5)  # for longer than it has patience with a rendezvous that is not complete
         assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
         assert "is complete without this node, which waits until one is missing" in caplog.text
         dies(one)
@@ -289,7 +299,7 @@ def test_a_coordinator_that_is_started_again_disturbs_no_agent(tmp_path: Path) -
         one, other = agents.new(), agents.new()
         meet(one, other)
         with restarted(daemon, *options), agents:
-            time.sleep(2.5)  # two looks at least
+            time.sleep(1.0)  # while they look
             assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
             dies(one)
             hears(other)
@@ -301,7 +311,7 @@ def test_a_coordinator_without_memory_is_met_at_anew(daemon: Daemon) -> None:
     one, other = agents.new(), agents.new()
     meet(one, other)
     with restarted(daemon), agents:
-        time.sleep(1.5)
+        time.sleep(1.0)
         assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)  # their trainings may not need it
         again = Task(one.next_rendezvous)
         hears(other)
@@ -533,7 +543,7 @@ def test_a_node_that_fails_for_good_ends_the_others(daemon: Daemon, tmp_path: Pa
         assert f"{one.pid}': the job is over, or that node has failed for good" in "\n".join(other.complaints())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_no_process_is_left_by_a_node_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     with Nodes(url, tmp_path) as nodes:

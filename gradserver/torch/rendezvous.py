@@ -68,6 +68,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from gradserver.options import DEFAULT_BIND
 from gradserver.protocol.errors import (
     CoordinatorError,
+    CoordinatorUnreachableError,
     DeadlineError,
     GradServerError,
     InvalidWorldSizeError,
@@ -228,8 +229,11 @@ class Status(NamedTuple):
 
 
 def look(url: str, wanted: Wanted) -> Status:
-    """Return the coordinator's status. GradServerError if it does not answer."""
-    groups = fetch(url)["groups"]
+    """Return the coordinator's status. CoordinatorError if it does not answer."""
+    try:
+        groups = fetch(url)["groups"]
+    except OSError as error:
+        raise CoordinatorUnreachableError(f"the coordinator at {url} does not answer: {error}") from error
     group = groups.get(wanted.group)
     closed = [one["name"] for one in groups.get(wanted.mark, {}).get("members", ())]
     if group is not None:
@@ -273,7 +277,7 @@ class Watch:
 
     def look(self) -> Seen:
         """Look once. What was seen stays if the coordinator does not answer; it may be about to be started again."""
-        with suppress(GradServerError, OSError):
+        with suppress(GradServerError):
             found = judge(look(self._url, self._wanted), self._name, self._size, self._wanted.most)
             self.seen = found._replace(closed_by=found.closed_by or self.seen.closed_by)
         return self.seen
@@ -369,16 +373,29 @@ class Rendezvous(RendezvousHandler):
         self._await_others(until)
         while True:
             self._reach(until)
-            worker, until = self._let_in(until)
-            if worker is None:
-                continue
-            self._worker, self._name = worker, worker.name
-            found = self._complete(worker, until)
+            try:
+                found, until = self._attempt(until)
+            except CoordinatorError as error:
+                if time.monotonic() + _RETRY_SECONDS >= until:
+                    raise
+                log.warning("the rendezvous %r waits for the coordinator: %s", self._wanted.run, error)
+                found = None
             if found is not None:
-                self._names, self._watch = worker.names, Watch(self._wanted, self._url, worker)
                 return found
             self._leave(_AGAIN)
             time.sleep(_RETRY_SECONDS)
+
+    def _attempt(self, until: float) -> tuple[RendezvousInfo | None, float]:
+        """Try to meet. Return None if that has to be tried again, and the end of this agent's patience."""
+        try:
+            worker = self._worker = self._let_in(until)
+        except (JoinRefusedError, JoinTimeoutError) as error:
+            return None, self._await_place(error, until)
+        self._name = worker.name
+        found = self._complete(worker, until)
+        if found is not None:
+            self._names, self._watch = worker.names, Watch(self._wanted, self._url, worker)
+        return found, until
 
     def _check_open(self, status: Status | None = None) -> None:
         """Raise RendezvousClosedError if this agent knows, or the status says, that the rendezvous is closed."""
@@ -429,21 +446,13 @@ class Rendezvous(RendezvousHandler):
                 raise CoordinatorError(f"this agent {error}") from None
         self._url = numeric_url(host, port)
 
-    def _let_in(self, until: float) -> tuple[Worker | None, float]:
-        """Wait to be let in. Return None if that has to be tried again, and the end of this agent's patience."""
+    def _let_in(self, until: float) -> Worker:
+        """Wait to be let in."""
         wanted, left = self._wanted, max(until - time.monotonic(), 0.1)
         offer = offer_of(TCP)._replace(plane=AUTO)  # which does not ask for devices: a launcher leaves them alone
         size = 0 if wanted.is_elastic else wanted.least
         asked = Join(wanted.group, self._name, -1, size, left, offer)
-        try:
-            return join(Wish(self._url, asked, "auto", "fp32", _RECONNECT_SECONDS)), until
-        except (JoinRefusedError, JoinTimeoutError) as error:
-            return None, self._await_place(error, until)
-        except CoordinatorError:
-            if time.monotonic() + _RETRY_SECONDS >= until:
-                raise
-            time.sleep(_RETRY_SECONDS)
-            return None, until
+        return join(Wish(self._url, asked, "auto", "fp32", _RECONNECT_SECONDS))
 
     def _await_place(self, refusal: JoinRefusedError | JoinTimeoutError, until: float) -> float:
         """Wait until the group that has refused this agent has ended. Return the end of its patience.
