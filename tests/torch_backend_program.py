@@ -1,7 +1,7 @@
 """Programs of ranks of torch.distributed. Run as ``torch_backend_program.py NAMES FOLDER RANK WORLD_SIZE [ARGUMENTS]``.
 
-Each, of those between commas, makes the default group of the backend "gradserver" by a store in the folder, and prints
-``ok`` with its name at its end.
+Names stand between commas. Each program makes the default group of the backend "gradserver" by a store in the folder.
+At its end it prints ``ok`` with its name.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     return torch.randint(0, 2 if dtype is torch.bool else 5, shape, generator=chance).to(dtype)
 
 
-def together(folder: str, rank: int, size: int) -> None:
+def together(folder: str, rank: int, size: int, name: str = "there") -> None:
     """Wait for all ranks, without their group."""
-    (Path(folder) / f"there-{rank}").touch()
-    while not all((Path(folder) / f"there-{one}").exists() for one in range(size)):
+    (Path(folder) / f"{name}-{rank}").touch()
+    while not all((Path(folder) / f"{name}-{one}").exists() for one in range(size)):
         time.sleep(0.01)
 
 
@@ -464,7 +464,7 @@ def any_source(folder: str, rank: int, size: int) -> None:
             dist.recv(torch.empty(0))
         with raises(gradserver.DeadlineError, "any rank", "timed out"):
             dist.irecv(early).wait(timedelta(seconds=0.3))
-        say("waiting")
+        together(folder, rank, size)
         with raises(gradserver.WorkerLostError, "(rank 2)"):
             dist.recv(early, tag=9)
     else:
@@ -475,9 +475,10 @@ def any_source(folder: str, rank: int, size: int) -> None:
         if rank == 1:
             dist.send(torch.tensor([8.0]), 0, tag=8)
         dist.barrier()
+        together(folder, rank, size)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-    together(folder, rank, size - 1)
+    together(folder, rank, size - 1, "over")
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -490,6 +491,8 @@ def groups(folder: str, rank: int, size: int) -> None:
     for number in range(3):  # one store for all: names begin anew each time
         start(folder, rank, size)
         inner = dist.new_group([0, size - 1])
+        alone = [dist.new_group([one]) for one in range(size)][rank]
+        dist.all_reduce(torch.ones(1), group=alone)
         backward = dist.new_group(list(reversed(range(size))), sort_ranks=False)
         for group, members in ((None, range(size)), (inner, (0, size - 1)), (backward, range(size))):
             if rank in members:
@@ -708,7 +711,7 @@ def wrong_tensors(folder: str, rank: int, size: int) -> None:
             ("complex", "order"),
             lambda: dist.group.WORLD.allreduce([torch.ones(2, dtype=torch.complex64)], ReduceOp.MAX),
         ),
-        (("same size",), lambda: dist.all_gather_into_tensor(torch.ones(2), tensor)),
+        (("world_size times",), lambda: dist.all_gather_into_tensor(torch.ones(2), tensor)),
         (("same size",), lambda: dist.reduce_scatter_tensor(torch.ones(2), tensor)),
         (("same size",), lambda: dist.all_gather([torch.ones(3) for _ in range(size)], tensor)),
         (("each of",), lambda: dist.all_gather(ones[1:], tensor)),
@@ -769,6 +772,7 @@ def elastic(folder: str, rank: int, size: int) -> None:
 
 def failing(folder: str, rank: int, size: int, **more: Any) -> None:
     """Make the group, and say why that failed."""
+    import_module("gradserver.torch.creating")
     timeout = timedelta(seconds=more.pop("timeout", 30))
     since = time.monotonic()
     try:

@@ -119,7 +119,7 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
     if size > 1 or os.environ.get(URL):
         url, group = _agreed(store, rank, group)
         reach(url, min(_limit(wanted.timeout), REACHING_SECONDS))
-    worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0), plane=None)
+    worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0))
     if not wanted.global_ranks_in_group:
         _roots.append(Root(url, worker, os.getpid(), ranks))
         if rank == 0:
@@ -134,7 +134,7 @@ def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
         told = {"host": socket.gethostname(), "group": os.environ.get(GROUP) or group, "given": bool(own)}
         try:
             told["url"] = own or (_roots[0].url if _roots else "") or coordinator_url(host_of(store))
-            parse_target(str(told["url"]))
+            _check_url(str(told["url"]))
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"
             raise
@@ -149,7 +149,16 @@ def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
             f"{URL} is {own} at this rank {rank}, and not set at rank 0, on {told['host']}, which has started a "
             f"coordinator at {told['url']}: set it for all ranks, or for none"
         )
-    return own or str(told["url"]), str(told["group"])
+    url = own or str(told["url"])
+    _check_url(url)
+    return url, str(told["group"])
+
+
+def _check_url(url: str) -> None:
+    try:
+        parse_target(url)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{URL} in the environment: {error.message}") from None
 
 
 def _attempt(store: Store, rank: int) -> int:

@@ -409,7 +409,7 @@ class Operations:
 
     def _check_whole(self) -> None:
         """Raise UsageError if the group may go on without a member: torch's callers count on all of them."""
-        if not self.worker._session.membership.needs_all:
+        if self.size > 1 and not self.worker._session.membership.needs_all:
             raise UsageError(
                 f"group {self.worker.group!r} is elastic: it goes on without a member that is lost, and torch's "
                 f"callers divide sums by the {self.size} ranks of the start. Start the coordinator with "

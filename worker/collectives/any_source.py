@@ -57,7 +57,7 @@ class AnySource:
         if session.membership.commits and self._bound.data.size >= _LARGE:
             raise UnsupportedOperationError(
                 f"on plane {session.membership.plane!r}, messages of {_LARGE >> 20} MiB and more do not pass the "
-                f"coordinator, which alone knows who has sent: name the source"
+                f"coordinator, which alone knows the members that have sent: name the source"
             )
 
     def done(self) -> bool:
