@@ -52,6 +52,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -80,7 +81,7 @@ from gradserver.protocol.errors import (
 from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.protocol.log import log
 from gradserver.protocol.messages import Join
-from gradserver.protocol.planes import AUTO, TCP
+from gradserver.protocol.planes import AUTO, GLOO, TCP
 from gradserver.protocol.url import numeric_url, parse_target, parse_url
 from gradserver.status import fetch
 from gradserver.torch.coordinator import REACHING_SECONDS, URL, addresses, end, reach, start
@@ -93,6 +94,7 @@ NAME: Final = "gradserver"
 _CLOSED: Final = "it has closed the rendezvous"
 """The reason of an agent that leaves for good. Others read it in the status."""
 _AGAIN: Final = "it begins a new rendezvous"
+_LAUNCHER: Final = "it is an agent of torchrun"
 _JOIN_SECONDS: Final = 600.0
 _GATHER_SECONDS: Final = 30.0
 _RECONNECT_SECONDS: Final = 30.0
@@ -449,9 +451,10 @@ class Rendezvous(RendezvousHandler):
     def _let_in(self, until: float) -> Worker:
         """Wait to be let in."""
         wanted, left = self._wanted, max(until - time.monotonic(), 0.1)
-        offer = offer_of(TCP)._replace(plane=AUTO)  # which does not ask for devices: a launcher leaves them alone
+        # It says that it has no devices, without a look at them: a launcher leaves them alone.
+        offer = offer_of(TCP)._replace(plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=_LAUNCHER)
         size = 0 if wanted.is_elastic else wanted.least
-        asked = Join(wanted.group, self._name, -1, size, left, offer)
+        asked = Join(wanted.group, self._name, -1, size, float(max(round(left), 1)), offer)
         return join(Wish(self._url, asked, "auto", "fp32", _RECONNECT_SECONDS))
 
     def _await_place(self, refusal: JoinRefusedError | JoinTimeoutError, until: float) -> float:
