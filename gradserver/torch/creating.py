@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 import uuid
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -33,7 +32,7 @@ from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.protocol.log import log
 from gradserver.protocol.url import parse_target
 from gradserver.torch import groups
-from gradserver.torch.coordinator import URL, coordinator_url
+from gradserver.torch.coordinator import REACHING_SECONDS, URL, coordinator_url, reach
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.operations import Operations
 from gradserver.torch.private import (
@@ -47,9 +46,6 @@ from gradserver.torch.private import (
 from gradserver.worker.client import Worker
 
 _KEY: Final = "gradserver"
-_REACHING_SECONDS: Final = 60.0
-"""Seconds in which a coordinator at GRADSERVER_URL has to listen: it may be started together with the ranks."""
-_AGAIN_SECONDS: Final = 0.2
 GROUP: Final = "GRADSERVER_GROUP"
 """Environment variable with the name of the default group, for a coordinator that serves certain groups only."""
 
@@ -122,7 +118,7 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
     url, group = "", f"torch-{uuid.uuid4().hex[:12]}"
     if size > 1 or os.environ.get(URL):
         url, group = _agreed(store, rank, group)
-        _reach(url, min(_limit(wanted.timeout), _REACHING_SECONDS))
+        reach(url, min(_limit(wanted.timeout), REACHING_SECONDS))
     worker = gradserver.connect(url, rank, size, group, timeout=max(_limit(wanted.timeout), 1.0))
     if not wanted.global_ranks_in_group:
         _roots.append(Root(url, worker, os.getpid(), ranks))
@@ -179,23 +175,6 @@ def _attempt(store: Store, rank: int) -> int:
             )
     store.set(f"{_KEY}/rank/{rank}/{attempt}", me)
     return int(attempt)
-
-
-def _reach(url: str, patience: float) -> None:
-    """Wait until something listens at ``url``, but not for as long as for other ranks: there may be a mistake in it."""
-    until = time.monotonic() + patience
-    while True:
-        try:
-            socket.create_connection(parse_target(url), timeout=max(until - time.monotonic(), 1.0)).close()
-        except OSError as error:
-            if time.monotonic() + _AGAIN_SECONDS >= until:
-                raise CoordinatorUnreachableError(
-                    f"no coordinator listens at {url}, for {patience:g} s ({error.strerror or error}). Is `gradserver "
-                    f"serve` running there, and is {URL} right? Without {URL}, rank 0 starts a coordinator"
-                ) from None
-        else:
-            return
-        time.sleep(_AGAIN_SECONDS)
 
 
 def _limit(timeout: timedelta) -> float:

@@ -19,6 +19,8 @@ c10d: Final[Any] = _distributed_c10d
 """The module itself. It has no complete types."""
 Store = Any
 """A store: ``torch.distributed.Store``."""
+TCPStore: Final[Any] = c10d.TCPStore
+"""The class of stores that one process keeps for others."""
 BackendBase: Final[Any] = c10d.Backend
 """The class of backends that a process group has for its devices."""
 HAS_PYTHON_BACKENDS: Final = hasattr(BackendBase, "all_gather_single") and hasattr(BackendBase, "reconfigure")

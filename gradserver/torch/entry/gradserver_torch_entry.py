@@ -1,7 +1,8 @@
-"""Entry point of torch: makes `init_process_group("gradserver")` work without an import.
+"""Entry points of torch: `init_process_group("gradserver")` and `torchrun --rdzv-backend=gradserver` need no import.
 
 `import torch` calls `register` in every process of an environment. So it imports nothing of gradserver, and no error of
-it reaches `import torch`: the log tells of one, and `init_process_group("gradserver")` raises it.
+it reaches `import torch`: the log tells of one, and `init_process_group("gradserver")` raises it. Each start of
+torchrun calls `rendezvous`.
 """
 
 from __future__ import annotations
@@ -60,3 +61,14 @@ def _tell_of(error: Exception) -> None:
         _register(fail)
     except Exception:
         logging.getLogger(NAME).warning("torch.distributed has no backend %r: %s", NAME, error)
+
+
+def rendezvous() -> Any:
+    """Return the function that makes a rendezvous of torchrun. Its module is imported when that is called."""
+    return _create_rendezvous
+
+
+def _create_rendezvous(parameters: Any) -> Any:
+    from gradserver.torch.rendezvous import create
+
+    return create(parameters)
