@@ -92,7 +92,6 @@ def run(file: Path, checkout: Path, backend: str, seconds: float) -> Report:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([*paths, str(ROOT), *before]),
             "OMP_NUM_THREADS": "1",
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60",
         }
         options = "-v", "-rfE", "--color=no", "--tb=no", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"
         with subprocess.Popen(
