@@ -218,11 +218,11 @@ FILE = '''"""A file of tests."""
 from __future__ import annotations
 
 import unittest
-from torch.distributed import get_default_backend_for_device
+import torch.distributed as dist
 
 class Case(unittest.TestCase):
     def test_both(self):
-        assert get_default_backend_for_device("cpu") == "gloo"
+        assert dist.is_available()
     def test_gloo_alone(self):
         assert len("gloo") == 4, "another name"
     def test_ours_alone(self):
@@ -262,7 +262,7 @@ def test_a_file_that_is_not_done_in_time_is_told() -> None:
     assert line == "test_slow missing: no reason given"
 
 
-def test_fsdp_and_names_of_gloo_are_replaced() -> None:
-    text = repository.with_ours("from x.common_fsdp import y\nrun(dist.Backend.GLOO, c10d.Backend.GLOO, 'gloo')\n")
+def test_names_of_gloo_are_replaced() -> None:
+    text = repository.with_ours("run(dist.Backend.GLOO, c10d.Backend.GLOO, 'gloo')\n")
     assert text.endswith('run("gradserver", "gradserver", "gradserver")\n')
-    assert text.splitlines()[:2] == list(repository.BEGINNING)
+    assert text.splitlines()[0] == repository.BEGINNING
