@@ -112,8 +112,9 @@ def dies(agent: Rendezvous) -> None:
 def group(names: str, waiting: int = 0, joining: int = 0, broken: str | None = None, closed_by: str = "") -> Status:
     """Return the status of a group with members of these names, each a letter."""
     members = [{"name": name} for name in names]
+    learners = [{"name": str(number)} for number in range(joining)]
     return Status(
-        {"members": members, "waiting": [{}] * waiting, "joining": [{}] * joining, "broken": broken}, closed_by
+        {"members": members, "waiting": [{}] * waiting, "joining": learners, "gone": [], "broken": broken}, closed_by
     )
 
 
