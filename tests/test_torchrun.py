@@ -112,8 +112,9 @@ def dies(agent: Rendezvous) -> None:
 def group(names: str, waiting: int = 0, joining: int = 0, broken: str | None = None, closed_by: str = "") -> Status:
     """Return the status of a group with members of these names, each a letter."""
     members = [{"name": name} for name in names]
+    learners = [{"name": str(number)} for number in range(joining)]
     return Status(
-        {"members": members, "waiting": [{}] * waiting, "joining": [{}] * joining, "broken": broken}, closed_by
+        {"members": members, "waiting": [{}] * waiting, "joining": learners, "gone": [], "broken": broken}, closed_by
     )
 
 
@@ -277,6 +278,12 @@ def test_each_size_of_groups_that_a_coordinator_may_have_serves() -> None:
         again = Task(one.next_rendezvous)
         hears(other)
         assert {other.next_rendezvous().rank, again.result().rank} == {0, 1}
+
+
+@pytest.mark.parametrize("plane", ["direct", "hierarchical", "shm"])
+def test_a_coordinator_may_demand_a_plane(plane: str) -> None:
+    with Daemon("--plane", plane) as daemon, Agents(daemon.url) as agents:
+        assert {told.rank for told in meet(agents.new(), agents.new())} == {0, 1}
 
 
 # ── a coordinator that is lost ────────────────────────────────────────────────────────────────────────
@@ -557,6 +564,33 @@ def test_no_process_is_left_by_a_node_that_is_ended(tmp_path: Path, number: sign
         assert other.end() == 1  # it has heard of that, and waits for another node
         assert "no coordinator listens" in "\n".join(other.complaints())
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the trainings have ended")
+
+
+@pytest.mark.long
+def test_a_node_that_was_frozen_begins_again_with_the_others(daemon: Daemon, tmp_path: Path) -> None:
+    with Nodes(daemon.url, tmp_path) as nodes:
+        one, other = nodes.start("--max-restarts=0"), nodes.start("--max-restarts=0")
+        began(one), began(other)
+        one.send_signal(signal.SIGSTOP)
+        wait_until(lambda: daemon.group("torchrun/job").get("state") == "forming", "the other one waits for it")
+        one.send_signal(signal.SIGCONT)
+        assert {began(one)[0], began(other)[0]} == {"0 of 2, restart 0", "1 of 2, restart 0"}
+        nodes.over()
+        assert (one.end(), other.end()) == (0, 0)
+
+
+@pytest.mark.long
+def test_a_training_goes_on_with_more_and_with_fewer_nodes(tmp_path: Path) -> None:
+    with Nodes(f"tcp://127.0.0.1:{free_port()}", tmp_path) as nodes:
+        options = "--max-restarts=0", "--nnodes=1:2", "--rdzv-conf=last_call_timeout=1"
+        one = nodes.start(*options)
+        assert began(one)[0] == "0 of 1, restart 0"
+        other = nodes.start(*options)
+        assert {began(one)[0], began(other)[0]} == {"0 of 2, restart 0", "1 of 2, restart 0"}
+        other.send_signal(signal.SIGKILL)
+        assert began(one)[0] == "0 of 1, restart 0"
+        nodes.over()
+        assert one.end() == 0
 
 
 @pytest.mark.long

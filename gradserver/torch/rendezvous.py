@@ -41,13 +41,14 @@ the endpoint has it; another one is told so by ``--workers torchrun/JOB=MIN:MAX`
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -225,9 +226,18 @@ class Status(NamedTuple):
         return self.group is None or self.group["state"] == "forming"
 
     @property
+    def joining(self) -> set[str]:
+        """Names of agents that join an elastic group at work."""
+        return set() if self.group is None else {learner["name"] for learner in self.group["joining"]}
+
+    def is_whole(self, most: int) -> bool:
+        """Return true if the group has as many members as there may be, and can go on."""
+        return self.group is not None and not self.group["broken"] and len(self.names) >= most
+
+    @property
     def may_return(self) -> bool:
         """True if an agent has left that may be back."""
-        return self.group is not None and any(_CLOSED not in one["why"] for one in self.group.get("gone", ()))
+        return self.group is not None and any(_CLOSED not in one["why"] for one in self.group["gone"])
 
 
 def look(url: str, wanted: Wanted) -> Status:
@@ -239,7 +249,7 @@ def look(url: str, wanted: Wanted) -> Status:
     group = groups.get(wanted.group)
     closed = [one["name"] for one in groups.get(wanted.mark, {}).get("members", ())]
     if group is not None:
-        closed += [one["name"] for one in group.get("gone", ()) if _CLOSED in one["why"]]
+        closed += [one["name"] for one in group["gone"] if _CLOSED in one["why"]]
         closed += re.findall(rf"^'(.*)' \(rank \d+\) left .*{_CLOSED}", group["broken"] or "")
     return Status(group, "".join(closed[:1]))
 
@@ -256,7 +266,7 @@ def judge(status: Status, name: str, size: int, most: int) -> Seen:
     group = status.group
     if group is None or status.closed_by:
         return Seen(0, status.closed_by)
-    waiting = len(group["waiting"]) + len(group.get("joining", ()))
+    waiting = len(group["waiting"]) + len(status.joining)
     if name not in status.names:
         return Seen(waiting)
     if group["broken"] or len(status.names) < size:
@@ -347,15 +357,10 @@ class Rendezvous(RendezvousHandler):
         if not self.is_closed() and self._worker is not None:
             with suppress(GradServerError):
                 if look(self._url, self._wanted).may_return:
-                    self._mark()
+                    with self._let_in(self._wanted.mark, 1, time.monotonic()):
+                        time.sleep(_MARK_SECONDS)
         self._closed_by = self._closed_by or self._name
         self._leave(_CLOSED)
-
-    def _mark(self) -> None:
-        """Show for a while that the rendezvous is closed: to agents that have left, and look at nothing but status."""
-        asked = Join(self._wanted.mark, self._name, -1, 1, self._wanted.reach, offer_of(TCP))
-        with join(Wish(self._url, asked, "tcp", "fp32", 0.0)):
-            time.sleep(_MARK_SECONDS)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, and end a coordinator of its own when the others are gone."""
@@ -372,7 +377,9 @@ class Rendezvous(RendezvousHandler):
         self._leave(_CLOSED if self.is_closed() else _AGAIN)
         self._check_open()
         until = time.monotonic() + self._wanted.join
-        self._await_others(until)
+        if self._names:
+            with suppress(CoordinatorError):  # one that is lost is waited for below
+                self._look_until(lambda status: status.names.isdisjoint(self._names), until)
         while True:
             self._reach(until)
             try:
@@ -389,14 +396,15 @@ class Rendezvous(RendezvousHandler):
 
     def _attempt(self, until: float) -> tuple[RendezvousInfo | None, float]:
         """Try to meet. Return None if that has to be tried again, and the end of this agent's patience."""
+        wanted = self._wanted
         try:
-            worker = self._worker = self._let_in(until)
+            worker = self._worker = self._let_in(wanted.group, 0 if wanted.is_elastic else wanted.least, until)
         except (JoinRefusedError, JoinTimeoutError) as error:
             return None, self._await_place(error, until)
         self._name = worker.name
         found = self._complete(worker, until)
         if found is not None:
-            self._names, self._watch = worker.names, Watch(self._wanted, self._url, worker)
+            self._names, self._watch = worker.names, Watch(wanted, self._url, worker)
         return found, until
 
     def _check_open(self, status: Status | None = None) -> None:
@@ -416,15 +424,12 @@ class Rendezvous(RendezvousHandler):
         if worker is not None:
             worker.close(reason)
 
-    def _await_others(self, until: float) -> None:
-        """Wait until no agent of the last rendezvous is a member any more. They see that this one has left."""
+    def _look_until(self, is_over: Callable[[Status], bool], until: float = math.inf) -> None:
+        """Look until the status of the group is as it should be, or until ``until``, or the rendezvous is closed."""
         while time.monotonic() < until:
-            try:
-                status = look(self._url, self._wanted)
-            except GradServerError:
-                return  # and it is waited for next
+            status = look(self._url, self._wanted)
             self._check_open(status)
-            if status.names.isdisjoint(self._names):
+            if is_over(status):
                 return
             time.sleep(_LOOK_SECONDS / 2)
 
@@ -448,47 +453,39 @@ class Rendezvous(RendezvousHandler):
                 raise CoordinatorError(f"this agent {error}") from None
         self._url = numeric_url(host, port)
 
-    def _let_in(self, until: float) -> Worker:
-        """Wait to be let in."""
-        wanted, left = self._wanted, max(until - time.monotonic(), 0.1)
+    def _let_in(self, group: str, size: int, until: float) -> Worker:
+        """Join a group, and wait for the others."""
         # It says that it has no devices, without a look at them: a launcher leaves them alone.
         offer = offer_of(TCP)._replace(plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=_LAUNCHER)
-        size = 0 if wanted.is_elastic else wanted.least
-        asked = Join(wanted.group, self._name, -1, size, float(max(round(left), 1)), offer)
-        return join(Wish(self._url, asked, "auto", "fp32", _RECONNECT_SECONDS))
+        left = float(max(math.ceil(until - time.monotonic()), 1))
+        return join(Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS))
 
     def _await_place(self, refusal: JoinRefusedError | JoinTimeoutError, until: float) -> float:
         """Wait until the group that has refused this agent has ended. Return the end of its patience.
 
         A spare waits for as long as the group is whole, since it may be needed later.
         """
-        wanted, is_spare = self._wanted, False
-        while True:
-            status = look(self._url, wanted)
-            self._check_open(status)
-            is_whole = status.group is not None and not status.group["broken"] and len(status.names) >= wanted.most
-            if is_whole:
-                until = time.monotonic() + wanted.join
-            elif time.monotonic() + _RETRY_SECONDS >= until or _is_for_good(refusal):
-                raise refusal
-            elif status.is_forming:
-                return until
-            if is_whole and not is_spare:
-                log.warning(
-                    "the rendezvous %r is complete without this node, which waits until one is missing. If it is that "
-                    "of another job, give each job an --rdzv-id of its own. %s",
-                    *(wanted.run, refusal),
-                )
-            is_spare |= is_whole
-            time.sleep(_LOOK_SECONDS)
+        wanted, most = self._wanted, self._wanted.most
+        if look(self._url, wanted).is_whole(most):
+            text = (
+                "the rendezvous %r is complete without this node, which waits until one is missing. If it is that of "
+                "another job, give each job an --rdzv-id of its own. %s"
+            )
+            log.warning(text, wanted.run, refusal)
+            self._look_until(lambda status: not status.is_whole(most))
+            until = time.monotonic() + wanted.join
+        elif time.monotonic() + _RETRY_SECONDS >= until or _is_for_good(refusal):
+            raise refusal
+        self._look_until(lambda status: status.is_forming or status.is_whole(most), until)
+        return until
 
     def _complete(self, worker: Worker, until: float) -> RendezvousInfo | None:
         """Agree on the store. Return None if the group that has let this agent in has to form again."""
         wanted = self._wanted
         self._check_policy()
         if worker.joins:
-            self._await_beginning(until)
-            return None
+            self._look_until(lambda status: self._name not in status.joining, until)
+            return None  # the group has ended, and its members begin again, with this agent
         if not wanted.least <= worker.world_size <= wanted.most:
             return None
         try:
@@ -497,19 +494,9 @@ class Rendezvous(RendezvousHandler):
             if time.monotonic() + _RETRY_SECONDS >= until:
                 raise
             with suppress(GradServerError):
-                self._closed_by = look(self._url, wanted).closed_by
-            self._check_open()
+                self._check_open(look(self._url, wanted))
             log.warning("the rendezvous %r begins again: %s", wanted.run, error)
             return None
-
-    def _await_beginning(self, until: float) -> None:
-        """Wait until the elastic group that this agent joins at work has ended, as its members begin again."""
-        while time.monotonic() < until:
-            status = look(self._url, self._wanted)
-            self._check_open(status)
-            if self._name not in {one["name"] for one in (status.group or {}).get("joining", ())}:
-                return
-            time.sleep(_LOOK_SECONDS / 2)
 
     def _check_policy(self) -> None:
         """Refuse a group that cannot have the number of nodes that torchrun has, if that is elastic."""
@@ -558,7 +545,7 @@ class Rendezvous(RendezvousHandler):
         if self._wanted.address:
             return self._wanted.address
         shown = addresses(parse_target(self._url)[0])[1]
-        hosts = {name.rpartition(":")[0] for name in worker.names}
+        hosts = {name.partition(":")[0] for name in worker.names}
         return socket.getfqdn() if len(hosts) > 1 and shown in ("127.0.0.1", "::1", "localhost") else shown
 
     def _as_torchs(self, error: GradServerError) -> RendezvousError:
