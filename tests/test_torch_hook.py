@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradserver.torch
 from gradserver import (
     LocalCluster,
     NonFiniteError,
@@ -21,7 +22,7 @@ from gradserver import (
     WorkerLostError,
 )
 from gradserver.torch import private
-from gradserver.torch.hook import Rounds, hook
+from gradserver.torch.rounds import Rounds, hook
 from gradserver.worker.client import Worker
 from tests.models import state_of
 from tests.replicas import same
@@ -275,3 +276,8 @@ def test_a_worker_that_is_needed_and_lost_is_named_by_backward() -> None:
             return "no error"
 
         assert "worker-1" in cluster.run(run)[0]
+
+
+def test_the_package_has_the_hook_itself_under_its_name() -> None:
+    assert gradserver.torch.Rounds is Rounds
+    assert gradserver.torch.hook is hook

@@ -11,7 +11,7 @@ Scripts need not import this package: torch does, by an entry point. docs/torch-
     operations    that table: each operation of torch, by the collectives of a worker
     work          operations under way, and their futures
     ddp           gradserver's wrapper, as a subclass of torch's
-    hook          gradients of torch's own wrapper, as rounds
+    rounds        gradients of torch's own wrapper, as rounds
     errors        gradserver's errors, which are errors of torch's backends too
     private       names of torch that are not public
 """
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradserver.torch.ddp import DistributedDataParallel as DistributedDataParallel
     from gradserver.torch.groups import worker as worker
-    from gradserver.torch.hook import Rounds as Rounds, hook as hook
+    from gradserver.torch.rounds import Rounds as Rounds, hook as hook
 
 _HOME = {
     "DistributedDataParallel": "gradserver.torch.ddp",
-    "Rounds": "gradserver.torch.hook",
-    "hook": "gradserver.torch.hook",
+    "Rounds": "gradserver.torch.rounds",
+    "hook": "gradserver.torch.rounds",
     "worker": "gradserver.torch.groups",
 }
 """Modules of the public names, which are imported when they are first used."""
