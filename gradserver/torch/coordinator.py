@@ -194,8 +194,14 @@ def _end_with(parent: int, server: Any, is_idle: Any) -> None:
     if os.getppid() == parent:
         poller.poll()
     until = time.monotonic() + _LEAVING_SECONDS
+
+    def look() -> None:
+        server.hold()  # workers that would join wait, and find the next coordinator
+        if is_idle():
+            server.request_stop("the process that had started it has ended")
+
     while not server.is_stopping and time.monotonic() < until:
-        server.look(lambda: server.request_stop("the process that had started it has ended") if is_idle() else None)
+        server.look(look)
         time.sleep(_LOOKING_SECONDS)
     server.request_stop("the process that had started it has ended")
 

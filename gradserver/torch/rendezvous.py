@@ -458,7 +458,22 @@ class Rendezvous(RendezvousHandler):
         # It says that it has no devices, without a look at them: a launcher leaves them alone.
         offer = offer_of(TCP)._replace(plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=_LAUNCHER)
         left = float(max(math.ceil(until - time.monotonic()), 1))
-        return join(Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS))
+        wish = Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS)
+        is_in = threading.Event()
+        if self._wanted.is_host:
+            threading.Thread(target=self._keep, args=(is_in,), name="gradserver-coordinator", daemon=True).start()
+        try:
+            return join(wish)
+        finally:
+            is_in.set()
+
+    def _keep(self, is_in: threading.Event) -> None:
+        """Start a coordinator if it ends while this agent waits, which then joins the next one."""
+        host, port = parse_url(self._url)
+        while not is_in.wait(_LOOK_SECONDS):
+            if not _listens(self._url):
+                with suppress(CoordinatorError):
+                    self._start(host.strip("[]"), port)
 
     def _await_place(self, refusal: JoinRefusedError | JoinTimeoutError, until: float) -> float:
         """Wait until the group that has refused this agent has ended. Return the end of its patience.
