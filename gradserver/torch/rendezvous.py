@@ -105,7 +105,7 @@ _MARK_SECONDS: Final = 3 * _LOOK_SECONDS
 _OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable of torch with which rank 0 of the training makes a store of its own."""
 _INTERRUPTED: Final = PeerError, MembershipChangedError, DeadlineError, CoordinatorError
-"""Errors with which a rendezvous that was complete begins again."""
+"""Errors with which an agent tries again: another one is lost, or the coordinator."""
 
 
 class Wanted(NamedTuple):
@@ -384,10 +384,12 @@ class Rendezvous(RendezvousHandler):
             self._reach(until)
             try:
                 found, until = self._attempt(until)
-            except CoordinatorError as error:
+            except _INTERRUPTED as error:
                 if time.monotonic() + _RETRY_SECONDS >= until:
                     raise
-                log.warning("the rendezvous %r waits for the coordinator: %s", self._wanted.run, error)
+                with suppress(GradServerError):
+                    self._check_open(look(self._url, self._wanted))
+                log.warning("the rendezvous %r begins again: %s", self._wanted.run, error)
                 found = None
             if found is not None:
                 return found
@@ -503,15 +505,7 @@ class Rendezvous(RendezvousHandler):
             return None  # the group has ended, and its members begin again, with this agent
         if not wanted.least <= worker.world_size <= wanted.most:
             return None
-        try:
-            return self._meet_at_store(worker, until)
-        except _INTERRUPTED as error:
-            if time.monotonic() + _RETRY_SECONDS >= until:
-                raise
-            with suppress(GradServerError):
-                self._check_open(look(self._url, wanted))
-            log.warning("the rendezvous %r begins again: %s", wanted.run, error)
-            return None
+        return self._meet_at_store(worker, until)
 
     def _check_policy(self) -> None:
         """Refuse a group that cannot have the number of nodes that torchrun has, if that is elastic."""
