@@ -43,8 +43,6 @@ class Started(NamedTuple):
 
 
 _started: list[Started] = []
-_ending: list[subprocess.Popen[str]] = []
-"""Coordinators that are about to end. To forget one earlier would be reported as a fault."""
 
 
 # ── the process that starts it ────────────────────────────────────────────────────────────────────────────
@@ -110,10 +108,9 @@ def end(process: subprocess.Popen[str], patience: float) -> None:
     assert process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        _ending.append(process)
+    burying = threading.Thread(target=process.wait, name="gradserver-ending", daemon=True)
+    burying.start()
+    burying.join(patience)
 
 
 def reach(url: str, patience: float, hint: str = _HINT) -> None:
