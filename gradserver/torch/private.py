@@ -55,7 +55,7 @@ def admit_monitored_barrier(is_ours: Callable[[Any], bool]) -> None:
 def profiled(name: str, given: Iterable[Any]) -> Any:
     """Begin an event of torch's profiler, with the shapes of tensors in ``given``; None if nothing is profiled.
 
-    Another thread may end it, by `__exit__`.
+    The thread that has begun it ends it, by `__exit__`.
     """
     if not torch._C._autograd._profiler_enabled():
         return None

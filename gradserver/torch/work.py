@@ -84,6 +84,7 @@ class GradServerWork(dist.Work):
         self._completing, self._making = threading.Lock(), threading.Lock()
         self._over = False
         self._event: AbstractContextManager[object] | None = None
+        self._thread = 0
         self._error: GradServerError | None = None
         self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -91,7 +92,10 @@ class GradServerWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the result is in the tensors, ``timeout`` or the group's. Raise the error of a failure."""
         given = timeout.total_seconds()
-        self._complete(given if given > 0 else self._seconds)
+        try:
+            self._complete(given if given > 0 else self._seconds)
+        finally:
+            self._end_event()
         return True
 
     def synchronize(self) -> None:
@@ -136,6 +140,7 @@ class GradServerWork(dist.Work):
         An error that Python sets at a future is a value for C++, where torch's DDP would take it for tensors. A
         callback that raises makes a future that has failed for both. So it is that callback's future which is returned.
         """
+        self._end_event()
         with self._making:
             if self._future is None:
                 devices = {tensor.device for tensor in self._value if tensor.is_cuda}
@@ -149,16 +154,20 @@ class GradServerWork(dist.Work):
         return self.get_future()
 
     def ends(self, event: AbstractContextManager[object]) -> None:
-        """End an event of a profiler when this is done."""
-        self._event = event
-        if self._over:
-            self._end_event()
+        """End an event of a profiler, which this thread has begun, when this thread has waited.
+
+        A profile is one of threads: another one cannot end it. If this thread does not wait, as with a future, the
+        event has the call alone.
+        """
+        if self._future is not None:
+            event.__exit__(None, None, None)
+        else:
+            self._event, self._thread = event, threading.get_ident()
 
     def _end_event(self) -> None:
-        with self._making:
-            event, self._event = self._event, None
-        if event is not None:
-            event.__exit__(None, None, None)
+        if self._event is not None and self._thread == threading.get_ident():
+            self._event.__exit__(None, None, None)
+            self._event = None
 
     def _resolve(self) -> None:
         inner = self._inner
@@ -197,5 +206,3 @@ class GradServerWork(dist.Work):
         except GradServerError as error:
             self._error = as_torchs(error)
         self._over, self._handles, self._finish = True, (), None
-        if self._event is not None:
-            self._end_event()
