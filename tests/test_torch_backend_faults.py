@@ -221,7 +221,7 @@ def imported(folder: Path, *, entry: Path = ENTRY, **environment: str) -> str:
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: gradserver-test\nVersion: 0\n")
     text = (ROOT / "pyproject.toml").read_text()
-    groups = re.findall(r'^\[project\.entry-points\."(torch\S+)"\]\ngradserver = "(\S+)"$', text, re.MULTILINE)
+    groups = re.findall(r'^\[project\.entry-points\."(torch\.\S+)"\]\ngradserver = "(\S+)"$', text, re.MULTILINE)
     assert [group for group, _ in groups] == ["torch.backends", "torch.distributed.backends"]
     (metadata / "entry_points.txt").write_text("".join(f"[{group}]\ngradserver = {name}\n" for group, name in groups))
     path = os.pathsep.join(map(str, (folder, entry, ROOT)))

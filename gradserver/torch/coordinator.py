@@ -43,8 +43,6 @@ class Started(NamedTuple):
 
 
 _started: list[Started] = []
-_ending: list[subprocess.Popen[str]] = []
-"""Coordinators that are about to end. To forget one earlier would be reported as a fault."""
 
 
 # ── the process that starts it ────────────────────────────────────────────────────────────────────────────
@@ -110,10 +108,9 @@ def end(process: subprocess.Popen[str], patience: float) -> None:
     assert process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        _ending.append(process)
+    burying = threading.Thread(target=process.wait, name="gradserver-ending", daemon=True)
+    burying.start()
+    burying.join(patience)
 
 
 def reach(url: str, patience: float, hint: str = _HINT) -> None:
@@ -194,8 +191,14 @@ def _end_with(parent: int, server: Any, is_idle: Any) -> None:
     if os.getppid() == parent:
         poller.poll()
     until = time.monotonic() + _LEAVING_SECONDS
+
+    def look() -> None:
+        server.hold()  # workers that would join wait, and find the next coordinator
+        if is_idle():
+            server.request_stop("the process that had started it has ended")
+
     while not server.is_stopping and time.monotonic() < until:
-        server.look(lambda: server.request_stop("the process that had started it has ended") if is_idle() else None)
+        server.look(look)
         time.sleep(_LOOKING_SECONDS)
     server.request_stop("the process that had started it has ended")
 

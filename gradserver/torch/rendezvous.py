@@ -105,7 +105,7 @@ _MARK_SECONDS: Final = 3 * _LOOK_SECONDS
 _OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable of torch with which rank 0 of the training makes a store of its own."""
 _INTERRUPTED: Final = PeerError, MembershipChangedError, DeadlineError, CoordinatorError
-"""Errors with which a rendezvous that was complete begins again."""
+"""Errors with which an agent tries again: another one is lost, or the coordinator."""
 
 
 class Wanted(NamedTuple):
@@ -384,10 +384,12 @@ class Rendezvous(RendezvousHandler):
             self._reach(until)
             try:
                 found, until = self._attempt(until)
-            except CoordinatorError as error:
+            except _INTERRUPTED as error:
                 if time.monotonic() + _RETRY_SECONDS >= until:
                     raise
-                log.warning("the rendezvous %r waits for the coordinator: %s", self._wanted.run, error)
+                with suppress(GradServerError):
+                    self._check_open(look(self._url, self._wanted))
+                log.warning("the rendezvous %r begins again: %s", self._wanted.run, error)
                 found = None
             if found is not None:
                 return found
@@ -458,7 +460,22 @@ class Rendezvous(RendezvousHandler):
         # It says that it has no devices, without a look at them: a launcher leaves them alone.
         offer = offer_of(TCP)._replace(plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=_LAUNCHER)
         left = float(max(math.ceil(until - time.monotonic()), 1))
-        return join(Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS))
+        wish = Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS)
+        is_in = threading.Event()
+        if self._wanted.is_host:
+            threading.Thread(target=self._keep, args=(is_in,), name="gradserver-coordinator", daemon=True).start()
+        try:
+            return join(wish)
+        finally:
+            is_in.set()
+
+    def _keep(self, is_in: threading.Event) -> None:
+        """Start a coordinator if it ends while this agent waits, which then joins the next one."""
+        host, port = parse_url(self._url)
+        while not is_in.wait(_LOOK_SECONDS):
+            if not _listens(self._url):
+                with suppress(CoordinatorError):
+                    self._start(host.strip("[]"), port)
 
     def _await_place(self, refusal: JoinRefusedError | JoinTimeoutError, until: float) -> float:
         """Wait until the group that has refused this agent has ended. Return the end of its patience.
@@ -488,15 +505,7 @@ class Rendezvous(RendezvousHandler):
             return None  # the group has ended, and its members begin again, with this agent
         if not wanted.least <= worker.world_size <= wanted.most:
             return None
-        try:
-            return self._meet_at_store(worker, until)
-        except _INTERRUPTED as error:
-            if time.monotonic() + _RETRY_SECONDS >= until:
-                raise
-            with suppress(GradServerError):
-                self._check_open(look(self._url, wanted))
-            log.warning("the rendezvous %r begins again: %s", wanted.run, error)
-            return None
+        return self._meet_at_store(worker, until)
 
     def _check_policy(self) -> None:
         """Refuse a group that cannot have the number of nodes that torchrun has, if that is elastic."""
