@@ -171,7 +171,8 @@ def _attempt(store: Store, rank: int) -> int:
             store.add(f"{_KEY}/rank/{rank}", -1)
             raise JoinRefusedError(
                 f"rank {rank} of this group is {other}, and this is {me}: give each process a rank of its own, and "
-                f"each run a store (or file) of its own"
+                f"each run a store (or file) of its own. torchrun keeps the store over a restart, unless it has "
+                f"--rdzv-backend=gradserver, or TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set"
             )
     store.set(f"{_KEY}/rank/{rank}/{attempt}", me)
     return int(attempt)
