@@ -4,6 +4,8 @@
 #   DEMO_ARGS="…"         options for `gradserver demo`
 #   TEST_ARGS="…"         options for pytest
 #   CHAOS_ARGS="…"        options for `gradserver chaos`
+#   TORCH=2.14.1          the version of torch for `make conformance`, in an environment of its own
+#   CONFORMANCE_ARGS="…"  options for `python -m tests.conformance`
 #   CHURN_SECONDS=1200    time for courses of DataRanges in `make chaos-long`
 #   GPU_PYTHON=python3    the interpreter for `make gpu`, as it is: with torch, on a machine with a GPU
 #   GPU_ARGS="…"          options for `make gpu`, such as --only copies,overlap
@@ -13,12 +15,16 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
 GPU_ARGS ?=
+TORCH ?=
+CONFORMANCE_ARGS ?=
 CHURN_SECONDS ?= 300
 
 VENV := .venv
 BIN := $(VENV)/bin
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 LOWEST := .venv-lowest
+TRAINERS := .venv-trainers
+OTHER := .venv-torch-$(TORCH)
 STAMP := $(VENV)/.installed-$(subst /,-,$(PYTHON))
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -26,7 +32,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-numpy test-long test-lowest chaos chaos-long kills mutants gpu docs check format clean
+.PHONY: help setup demo test test-numpy test-long test-lowest test-trainers chaos chaos-long kills mutants conformance \
+  gpu docs check format clean
 
 help: ## Show this list
 	@echo "gradserver: make TARGET"
@@ -39,23 +46,36 @@ demo: $(STAMP) ## Train a small language model with two workers and a coordinato
 
 # Three processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
 test: $(STAMP) ## Run the tests, apart from the long ones
-	$(BIN)/pytest -m "not long" --numprocesses 3 --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -m "not long and not trainers" --numprocesses 3 --dist worksteal $(TEST_ARGS)
 
 # Without kernels: what tests all that kernels do. `make test` has them.
 test-numpy: $(STAMP) ## Run the tests of codecs and reductions without compiled kernels
-	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
+	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long and not trainers" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
 	  $(addprefix tests/test_,$(addsuffix .py,codecs reducer lossy comparison kernels))
 
 test-long: $(STAMP) ## Run the long tests, and property tests with sixteen times the examples
-	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "long or hypothesis" --numprocesses 2 --dist worksteal $(TEST_ARGS)
+	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "(long or hypothesis) and not trainers" --numprocesses 2 --dist worksteal $(TEST_ARGS)
 
 test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt), in .venv-lowest
 	@[ -x $(LOWEST)/bin/pytest ] || { $(PYTHON) -m venv --clear $(LOWEST) && \
 	  $(LOWEST)/bin/python -m pip -qq --disable-pip-version-check install -c lowest.txt -e '.[demo]' \
 	    hypothesis pytest pytest-timeout; }
 	@# Old libraries use what newer ones have deprecated. So warnings fail the usual tests only. Others need a linter.
-	$(LOWEST)/bin/pytest -m "not long" -W default $(addprefix --ignore tests/test_,import_rules.py mutants.py packaging.py) \
+	$(LOWEST)/bin/pytest -m "not long and not trainers" -W default $(addprefix --ignore tests/test_,import_rules.py mutants.py packaging.py) \
 	  --deselect tests/test_deploy.py::test_container_is_built_from_all_that_the_package_needs $(TEST_ARGS)
+
+# Trainers lie beside .venv, so that no other test depends on what they bring along.
+test-trainers: $(TRAINERS)/.installed ## Run trainers (Lightning, Accelerate, transformers, Ray) over the backend of torch
+	$(TRAINERS)/bin/python -m pytest -m trainers -p no:cacheprovider $(TEST_ARGS) tests/test_trainers.py
+
+$(TRAINERS)/.installed: $(STAMP) pyproject.toml constraints.txt
+	@echo "Setting up $(TRAINERS): the pinned trainers. Takes one to five minutes and 500 MB."
+	@$(BIN)/python -m venv --clear $(TRAINERS)
+	@$(BIN)/python -c 'import site; print(*(f"import site; site.addsitedir({one!r})" for one in site.getsitepackages()), sep="\n")' \
+	  > "$$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	@$(TRAINERS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt $$($(BIN)/python -c 'import \
+	  pathlib, tomllib; print(*tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["trainers"])')
+	@touch $@
 
 # What continuous integration runs: less than a minute. Gradients, a lossy wire over three shards, and local SGD.
 chaos: $(STAMP) ## Disturb three groups for a quarter of a minute each, and recompute every round
@@ -83,6 +103,15 @@ kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of g
 mutants: $(STAMP) ## Plant faults in copies of the product, and let chaos find each of them
 	$(BIN)/python -m tests.mutants
 
+# Another version of torch has requirements of its own: nothing is pinned there.
+conformance: $(if $(TORCH),$(OTHER)/.installed,$(STAMP)) ## Run torch's own tests of torch.distributed with gloo and with gradserver
+	$(if $(TORCH),$(OTHER)/bin,$(BIN))/python -m tests.conformance $(CONFORMANCE_ARGS)
+
+$(OTHER)/.installed:
+	$(PYTHON) -m venv --clear $(OTHER)
+	$(OTHER)/bin/python -m pip -qq --disable-pip-version-check install 'torch==$(TORCH)' expecttest pytest -e .
+	@touch $@
+
 # No setup: a machine with a GPU has a torch of its own, and perhaps no network.
 gpu: ## Run everything that needs a GPU, and write docs/gpu.md
 	@$(GPU_PYTHON) -m tests.gpu $(GPU_ARGS)
@@ -104,7 +133,8 @@ format: $(STAMP) ## Rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 clean: ## Remove everything that the other targets made, .venv included
-	rm -rf $(VENV) $(LOWEST) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) $(TRAINERS) .venv-torch-* build dist site .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
 	find gradserver protocol worker tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Hatchling is installed first, so that the project is built with the pinned one. The stamp has the interpreter's name, so

@@ -78,6 +78,7 @@ def serve(
     round_timeout: float = ROUND_TIMEOUT,
     nonfinite: OnNonFinite = OnNonFinite.HALT,
     plane: str = AUTO,
+    attend: Callable[[TcpServer, Callable[[], bool]], object] = lambda *_: None,
 ) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT; returns the exit status.
 
@@ -96,6 +97,8 @@ def serve(
         round_timeout: seconds that others wait for a worker that is alive and does not take part.
         nonfinite: policy for gradients that are not finite.
         plane: the way of the gradients that all groups must go by; "auto" for any.
+        attend: is called once the server listens, with it and a function that says if there is no group. That may be
+            asked in the server's loop only (`TcpServer.look`).
     """
     loader.require()
     _raise_limits()
@@ -134,6 +137,7 @@ def serve(
                 server.release()
                 if all_there():
                     print(f"listening on {server.url}", flush=True)
+                    attend(server, lambda: not engine.control.groups)
                     loader.start()  # the first rounds do without kernels
                     signal.signal(signal.SIGCHLD, lambda *_: server.look(children.replace))
                     server.run()

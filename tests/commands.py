@@ -51,8 +51,9 @@ def _gradserver(words: Sequence[str]) -> None:
 
 
 def _make(words: Sequence[str]) -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(words[1:]) <= set(targets), words
+    text = (ROOT / "Makefile").read_text()
+    known = {*re.findall(r"^([a-z-]+):", text, re.MULTILINE), *re.findall(r"^([A-Z_]+ )\?=", text, re.MULTILINE)}
+    assert {word.partition("=")[0] + " " * ("=" in word) for word in words[1:]} <= known, words
 
 
 def _pip(words: Sequence[str]) -> None:
@@ -94,6 +95,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "pip": _pip,
     "torchrun": _torchrun,
     "docker": _docker,
+    "git": _anything,
     "python": _files,
     "python3": _files,
     "cp": _files,

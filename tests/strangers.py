@@ -28,6 +28,7 @@ class Stranger:
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(url)
+        self._next: Message = Ping()
 
     def __enter__(self) -> Self:
         return self
@@ -46,12 +47,17 @@ class Stranger:
 
     def hear(self) -> Message:
         """Return the next message that is neither a Ping nor a BePresent."""
-        message: Message = Ping()
-        while isinstance(message, Ping | BePresent):
+        while not self.has_heard():
             assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
-            header, *payloads = self._socket.recv_multipart()
-            message, _ = decode([split(header)[1], *payloads])
+        message, self._next = self._next, Ping()
         return message
+
+    def has_heard(self) -> bool:
+        """Return whether such a message has come."""
+        while isinstance(self._next, Ping | BePresent) and self._socket.poll(0):
+            header, *payloads = self._socket.recv_multipart()
+            self._next, _ = decode([split(header)[1], *payloads])
+        return not isinstance(self._next, Ping | BePresent)
 
     def error(self) -> GradServerError:
         """Return the error that the next message carries."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,6 +163,31 @@ def test_the_pieces_in_which_output_comes_change_nothing(case: str, tmp_path: Pa
         if case != "only a thread":
             begin = errors.index(whole.report)
             assert begin - most <= in_pieces.at <= begin + 200, "the time at which the error began"
+
+
+@pytest.mark.parametrize("most", [1, 7, 500])
+@pytest.mark.parametrize("case", ["chain", "note", "destructor", "syntax"])
+def test_the_text_that_torch_puts_in_front_of_lines_changes_nothing(case: str, most: int, tmp_path: Path) -> None:
+    errors, _ = stderr_of(tmp_path, CASES[case][0])
+    in_front = re.sub(rb"^(?=[^\n])", b"[rank13]: ", errors, flags=re.MULTILINE)
+    chance = random.Random(case)
+    assert diagnosed(in_front, 1, lambda: chance.randint(1, most)).report == diagnosed(errors, 1).report
+
+
+LOST = (
+    'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    dist.all_reduce(x)\n',
+    "gradserver.WorkerLostError: 'b' (rank 1) was lost and is needed to go on: its process ended\n",
+    "RuntimeError: Got the following error when running the callback: WorkerLostError: 'b' (rank 1) was lost and is "
+    "needed to go on: its process ended\n\nAt:\n  work.py(9): wait\n",
+)
+
+
+@pytest.mark.parametrize("error", LOST[1:])
+@pytest.mark.parametrize("front", ["", "[rank0]: "])
+def test_an_error_that_follows_from_another_workers_end_is_known_in_each_form(error: str, front: str) -> None:
+    text = "".join(front + line for line in (LOST[0] + error).splitlines(keepends=True))
+    assert diagnosed(text.encode(), 1).follows
+    assert not diagnosed(text.replace("WorkerLostError", "ValueError").encode(), 1).follows
 
 
 def test_a_run_shows_the_cause_and_not_what_its_end_brings(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.serving import sized
 from tests.cluster import ROOT
+from tests.torchrun_program import entry_points
 
 EARLY = """
 import sys
@@ -32,6 +33,18 @@ TRAINS = JOINS + (
     "model = gradserver.DistributedDataParallel(torch.nn.Linear(2, 1), worker)\n"
     "for _ in range(3): model(torch.ones(1, 2)).sum().backward()\n"
 )
+OVER_TORCH = (
+    "import sys\nsys.path[:0] = {}\n"
+    "import os, time, torch, torch.distributed as dist\n"
+    "dist.init_process_group('gradserver')\n"
+    "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+    "for step in range(3):\n"
+    "    if os.environ['RANK'] == '1' and step == {}: raise ValueError('boom')\n"
+    "    model(torch.ones(1, 2)).sum().backward()\n"
+    "time.sleep(1.5)\n"
+    "dist.destroy_process_group()\n"
+)
+"""A script with torch's own wrapper, in which rank 1 fails in a step."""
 GLOO = "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('sum', dist.get_world_size())\n"
 
 
@@ -73,6 +86,7 @@ def test_workers_that_train_beside_the_coordinator_are_told_so(tmp_path: Path) -
     assert re.match(r"gradserver run: no worker has joined a group at tcp://127\.0\.0\.1:\d+ after 1 s\. ", told)
     assert "transformers.Trainer" in told
     assert "gradserver.connect()" in told
+    assert "init_process_group('gradserver')" in told
     assert "torchrun" in told
 
 
@@ -123,6 +137,20 @@ def test_a_run_says_when_all_have_joined_and_at_the_end_what_it_was(tmp_path: Pa
     assert status == 0
     assert lines[1] == "all 2 workers have joined"
     assert re.fullmatch(r"3 rounds in \d+\.\d s, no worker was lost", lines[2])
+
+
+def test_workers_that_join_by_torch_distributed_have_joined(tmp_path: Path) -> None:
+    status, lines = run(tmp_path, OVER_TORCH.format(entry_points(tmp_path / "entry"), -1))
+    assert status == 0
+    assert lines[1:] == ["all 2 workers have joined"]
+
+
+def test_the_worker_that_fails_first_is_known_under_torch_distributed(tmp_path: Path) -> None:
+    status, lines = run(tmp_path, OVER_TORCH.format(entry_points(tmp_path / "entry"), 2))
+    assert status == 1
+    told = [line for line in lines if "fail" in line]
+    assert told[0].startswith("rank 1 failed first: exit status 1")
+    assert told[1:] == ["rank 0 failed as a consequence"]
 
 
 def test_workers_that_come_and_leave_at_once_are_not_missed(tmp_path: Path) -> None:

@@ -69,11 +69,16 @@ def test_wheel_has_the_version_of_the_package(wheel: Path) -> None:
     assert metadata["Version"] == gradserver.__version__
 
 
-def test_wheel_has_one_root_that_is_typed(wheel: Path) -> None:
+def test_wheel_has_one_root_that_is_typed_and_the_entry_point_of_torch(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        entries = archive.read(f"gradserver-{gradserver.__version__}.dist-info/entry_points.txt").decode()
+    for group in ("torch.backends", "torch.distributed.backends"):
+        assert f"[{group}]\ngradserver = gradserver_torch_entry:register" in entries
     roots = {name.partition("/")[0] for name in names}
-    assert roots == {"gradserver", f"gradserver-{gradserver.__version__}.dist-info"}
+    information = f"gradserver-{gradserver.__version__}.dist-info"
+    assert roots == {"gradserver", information, "gradserver_torch_entry.py"}
+    assert not [name for name in names if name.startswith("gradserver/torch/entry/")]
     assert {"gradserver/py.typed", "gradserver/worker/client.py", "gradserver/protocol/wire.py"} <= names
 
 
@@ -110,6 +115,11 @@ def test_installed_command_works(empty_environment: Path, tmp_path: Path) -> Non
     help_text = run(command, "--help", cwd=tmp_path)
     assert "serve" in help_text
     assert "demo" in help_text
+
+
+def test_entry_point_of_torch_is_light_where_it_is_installed(empty_environment: Path, tmp_path: Path) -> None:
+    code = "import gradserver_torch_entry, sys; print(*(n for n in sys.modules if n.startswith('gradserver')))"
+    assert run(empty_environment / "python", "-c", code, cwd=tmp_path).split() == ["gradserver_torch_entry"]
 
 
 def test_import_is_light(tmp_path: Path) -> None:

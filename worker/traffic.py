@@ -12,7 +12,13 @@ from typing import Any, ParamSpec, Protocol
 from gradserver.protocol.buffer import Buffer, Bytes
 from gradserver.protocol.channel import Channel
 from gradserver.protocol.dtypes import UINT8
-from gradserver.protocol.errors import ClosedError, DeadlineError, GradServerError, MalformedMessageError
+from gradserver.protocol.errors import (
+    ClosedError,
+    DeadlineError,
+    GradServerError,
+    MalformedMessageError,
+    OutOfStepError,
+)
 from gradserver.protocol.exchange import (
     BUCKET,
     COLLECTIVE,
@@ -204,11 +210,17 @@ class Traffic:
         value: Any = None,
         background: bool = False,
         by_id: bool = False,
+        number: int | None = None,
     ) -> Handle:
-        """Send or receive: ``ends`` is (source rank, target rank, tag), or has ids of members."""
+        """Send or receive: ``ends`` is (source rank, target rank, tag), or has ids of members.
+
+        With a ``number`` it raises OutOfStepError if the next transfer has another one.
+        """
         member = self.member
         with self.mutex:
             self.check_open()
+            if number is not None and member.exchanges.upcoming_transfer(*ends).number != number:
+                raise OutOfStepError(f"transfer {number} of {ends} has begun")
             key = member.exchanges.next_transfer(ends, by_id)
             handle = self.handle_of(key, operation, value)
             member.exchanges.begin(key, operation, source, destination, 1.0, handle)
@@ -350,6 +362,17 @@ class Traffic:
         if asked is not None:
             self.channel.send(asked[0], (), asked[1])
         return asked is not None
+
+    def ask_begun(self, giver: int, taker: int, tag: int) -> tuple[ExchangeKey, list[Handle]]:
+        """Ask each shard whether a member has begun its next transfer: the value of a handle is not empty if it has."""
+        with self.mutex:
+            self.check_open()
+            key = self.member.exchanges.upcoming_transfer(giver, taker, tag)
+            handles = [Handle(VERDICT_SECONDS, self.channel) for _ in range(self.shard_count)]
+            asked = [self.member.inquiries.ask_at(shard, key, handle) for shard, handle in enumerate(handles)]
+        for shard, message in enumerate(asked):
+            self.channel.send(message, (), shard)
+        return key, handles
 
     def overdue(self, key: ExchangeKey, operation: Operation, seconds: float) -> DeadlineError:
         """Make the error of an exchange that is not done, with the members that the coordinator misses."""

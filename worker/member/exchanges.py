@@ -157,6 +157,10 @@ class Exchanges:
         number = self._next_number(TRANSFER, giver, taker, tag)
         return ExchangeKey(TRANSFER, number, tag, giver, taker)
 
+    def upcoming_transfer(self, giver: int, taker: int, tag: int) -> ExchangeKey:
+        """Name the next transfer between two members, by their ids, without beginning it."""
+        return ExchangeKey(TRANSFER, self._numbers.get((TRANSFER, giver, taker, tag), 0), tag, giver, taker)
+
     def _next_number(self, *sequence: int) -> int:
         self._numbers[sequence] = (number := self._numbers.get(sequence, 0)) + 1
         return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradserver.protocol.errors import DeadlineError
+from gradserver.protocol.errors import DeadlineError, GradServerError
 from gradserver.protocol.exchange import BUCKET, TRANSFER, ExchangeKey, Operation
 from gradserver.protocol.messages import Inquire, Missing
 from gradserver.worker.member.effects import Effects
@@ -42,6 +42,11 @@ class Inquiries:
         """Take the names of workers that are missing from an exchange."""
         for waiter in self._asked.pop((shard, message.key), ()):
             self._effects.complete(waiter, value=message.workers)
+
+    def failed(self, key: ExchangeKey, error: GradServerError, shard: int) -> None:
+        """Take the word that an exchange that was asked about fails."""
+        for waiter in self._asked.pop((shard, key), ()):
+            self._effects.complete(waiter, error)
 
     def describe(self, key: ExchangeKey, operation: Operation) -> str:
         """Name an exchange in a text."""

@@ -128,6 +128,7 @@ class Member:
                     self.effects.complete(waiting, error)
                 if not isinstance(error, RoundVoidError) or not error.epoch:  # else it is about memberships before
                     self.exchanges.fail(failure.key, error, shard)
+                    self.inquiries.failed(failure.key, error, shard)
                     self.requests.wake()
             case Scope.PROPOSAL if (proposal := self.plans.open) is not None:
                 self.effects.complete(proposal.waiter, error)

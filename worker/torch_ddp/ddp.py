@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -413,6 +414,17 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
     def exchange_seconds(self) -> float:
         """Seconds that the thread which calls ``backward()`` has spent so far, pushing (not on CUDA) and waiting."""
         return self._rounds.seconds
+
+    def _figures(self) -> dict[str, float]:
+        own = self.own_grad_norm
+        return {
+            "exchange_seconds": self.exchange_seconds,
+            "total_weight": self.total_weight,
+            "grad_norm": self.grad_norm,
+            "own_grad_norm": math.nan if own is None else own,
+            "skipped": self.skipped,
+            "left_out": self.left_out,
+        }
 
     @property
     def plan(self) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -23,6 +24,26 @@ class WrappedModule(nn.Module):
     """Names of attributes that a copy does not have."""
     module: nn.Module
     worker: Worker
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the group and of the last exchange, by name: a flat dict, as loggers of trainers take it.
+
+        For example ``self.log_dict(model.metrics())`` with Lightning, ``wandb.log(model.metrics())``,
+        ``mlflow.log_metrics(model.metrics())``. All names begin with ``gradserver/``. A figure that is not known is
+        left out.
+        """
+        worker = self.worker
+        figures: dict[str, float] = {
+            "round": worker.round,
+            "world_size": worker.world_size,
+            "membership_epoch": worker.epoch,
+        }
+        figures.update(self._figures())
+        return {f"gradserver/{name}": float(value) for name, value in figures.items() if not math.isnan(value)}
+
+    def _figures(self) -> dict[str, float]:
+        """Return figures of the last exchange; NaN for one that is not known."""
+        return {}
 
     def state_dict(self, *args: Any, unwrapped: bool = False, **kwargs: Any) -> Any:
         """Return the module's state. Unless ``unwrapped``, keys begin with ``module.``, as with torch's wrapper."""

@@ -38,7 +38,7 @@ from gradserver.engine.data.abandoned import end_abandoned
 from gradserver.engine.data.completion import answer, complete
 from gradserver.engine.data.errors import broken, non_finite, overdue, undecodable
 from gradserver.engine.data.exchange import Exchange, Facts, Piece
-from gradserver.engine.data.failures import fail, forget_if_over, give_up, halt_all, tell_all
+from gradserver.engine.data.failures import fail, forget_if_over, give_up, halt_all, say_failed, tell_all
 from gradserver.engine.data.grants import leave_silent_out, silent_since
 from gradserver.engine.data.group import Group
 from gradserver.engine.data.matching import admitted, checked
@@ -65,7 +65,7 @@ from gradserver.engine.orders import (
 from gradserver.engine.reports import Applied, Halted, Planned, StateComes, Violation
 from gradserver.protocol.buffer import Buffer
 from gradserver.protocol.errors import GradServerError, OutOfStepError, UnexpectedMessageError
-from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, Pool
+from gradserver.protocol.exchange import BUCKET, TRANSFER, WORLD_BOUND, ExchangeKey, Pool
 from gradserver.protocol.limits import CREDIT_BYTES, SLICE_BYTES
 from gradserver.protocol.messages import Inquire, Missing, Push, Taken
 from gradserver.protocol.messages.recovery import Held, Holding
@@ -350,10 +350,21 @@ class Data:
         if member is None:
             effects.report(Violation(connection, UnexpectedMessageError("an Inquire on a connection of no group")))
             return
-        group, _ = member
+        group, member_id = member
         exchange = group.exchanges.get(inquire.key)
+        if (error := self._why_never(group, inquire.key)) is not None:
+            say_failed(group, member_id, inquire.key, error, effects)
+            return
         names = tuple(group.call(member_id) for member_id in exchange.missing()[:32]) if exchange else ()
         effects.send(connection, Missing(inquire.key, names))
+
+    @staticmethod
+    def _why_never(group: Group, key: ExchangeKey) -> GradServerError | None:
+        """Return the error that a transfer ends in; None if it has begun, or may yet begin."""
+        if key.stream != TRANSFER or not group.order.needs_all:
+            return None
+        exchange = group.exchanges.get(key)
+        return group.members.departed.get(key.source) if exchange is None else exchange.failure
 
     def taken(self, connection: int, taken: Taken, effects: Effects) -> None:
         """Note that a listener has read on."""

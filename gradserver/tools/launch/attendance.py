@@ -36,9 +36,9 @@ _LAST_SECONDS: Final = 5.0
 """Time that the last look may take."""
 _REMEDY: Final = (
     "A script joins by gradserver.connect() or gradserver.setup(), and wraps its model in "
-    "gradserver.DistributedDataParallel. A script or a trainer that makes a group of torch.distributed by itself "
-    "(init_process_group, transformers.Trainer, accelerate, Lightning) trains by gloo or NCCL beside the coordinator: "
-    "convert it, or start it by torchrun"
+    "gradserver.DistributedDataParallel; or by init_process_group('gradserver'). A script or a trainer that makes a "
+    "group of torch.distributed with another backend (transformers.Trainer, accelerate, Lightning) trains by gloo or "
+    "NCCL beside the coordinator: give it the backend 'gradserver', or start it by torchrun"
 )
 
 

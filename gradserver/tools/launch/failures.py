@@ -40,6 +40,10 @@ _NOISE: Final = re.compile(
     re.MULTILINE,
 )
 """Lines behind an error that are not a part of it: they begin another one, or warn."""
+_OF_TORCH: Final = re.compile(rb"^\[rank\d+\]: ", re.MULTILINE)
+"""Text in front of each line of an error, with which torch shows it in a process that has made a group."""
+_IN_CALLBACK: Final = re.compile(rb"^RuntimeError: .*\bWorker(?:Lost|Left)Error: ", re.MULTILINE)
+"""The error of another worker's end, as torch shows it that has waited in C++."""
 _OF_THE_TRACKER: Final = re.compile(rb"[^\n]*\n  File \"[^\"\n]*multiprocessing/resource_tracker\.py\"")
 _FINALIZING: Final = re.compile(rb"Fatal Python error:[^\n]*\n(?:Python runtime state: finalizing|[^\n]*shutdown)")
 _THROWN: Final = b"terminate called "
@@ -66,9 +70,9 @@ class Tail:
 
     def feed(self, data: bytes, now: float) -> None:
         """Add what was printed."""
-        before = len(self._kept)
-        self._kept += data
-        for match in _HEADER.finditer(self._kept, self._begin_of_errors(before)):
+        line = self._kept.rfind(b"\n") + 1
+        self._kept[line:] = _OF_TORCH.sub(b"", self._kept[line:] + data)
+        for match in _HEADER.finditer(self._kept, self._begin_of_errors(line)):
             self._times.setdefault(self._dropped + match.start(), now)
         if len(self._kept) > 2 * _KEPT:
             self._dropped += len(self._kept) - _KEPT
@@ -201,7 +205,7 @@ def diagnose(failure: Failure, errors: Tail, output: Tail) -> None:
     if traceback and errors.traceback_at is not None:
         failure.at = min(failure.at, errors.traceback_at)
     last = traceback.rpartition(b"\n  ")[2]
-    failure.follows = _FOLLOWS.search(last) is not None
+    failure.follows = (_FOLLOWS.search(last) or _IN_CALLBACK.search(traceback)) is not None
     failure.was_joining = _WAS_JOINING.search(last) is not None
     if failure.status == -signal.SIGKILL:
         failure.hints.append(

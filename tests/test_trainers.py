@@ -1,0 +1,95 @@
+"""Trainers and torch's own wrappers over the backend: weights are those of gloo, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.cluster import ROOT
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
+
+EXAMPLES = ROOT / "examples" / "trainers"
+WEIGHTS = re.compile(r"rank (\d+) on .*?: (.*?weights [0-9a-f]{64})")
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+SECONDS = 240.0
+
+
+@cache
+def outcomes(script: str, ranks: int, *options: str) -> dict[int, str]:
+    """Run an example with so many ranks; 0 if it starts them itself. Return what each says at its end, by rank."""
+    launcher = [*LAUNCHER, str(ranks)] if ranks else [sys.executable]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / script), *options],
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {int(rank): text for rank, text in WEIGHTS.findall(done.stdout + done.stderr)}
+    assert sorted(found) == list(range(ranks or 2)), done.stdout + done.stderr
+    return found
+
+
+def weights(found: dict[int, str]) -> set[str]:
+    return {text.rpartition("weights ")[2] for text in found.values()}
+
+
+CASES = [
+    pytest.param("torchrun_ddp.py", 2, (), id="DistributedDataParallel"),
+    pytest.param("torchrun_ddp.py", 2, ("--accumulate", "4"), id="accumulation by require_backward_grad_sync"),
+    pytest.param("lightning_ddp.py", 0, (), id="Lightning and torchmetrics"),
+    pytest.param("accelerate_loop.py", 2, (), id="Accelerate"),
+    pytest.param("transformers_trainer.py", 2, (), id="transformers"),
+    pytest.param("ray_train.py", 0, (), id="Ray Train"),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "options"), CASES)
+def test_a_trainer_ends_with_the_bits_of_gloo(script: str, ranks: int, options: tuple[str, ...]) -> None:
+    ours = outcomes(script, ranks, *options, "--backend", "gradserver")
+    assert len(weights(ours)) == 1
+    assert ours == outcomes(script, ranks, *options, "--backend", "gloo")
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("torchrun_ddp.py", 2), ("lightning_ddp.py", 0)])
+def test_gradients_of_torchs_wrapper_as_rounds_have_the_bits_of_gloo(script: str, ranks: int) -> None:
+    assert outcomes(script, ranks, "--rounds") == outcomes(script, ranks, "--backend", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard"), [("gradserver", "gloo"), ("gloo", "gradserver"), ("gradserver", "gradserver")]
+)
+def test_replicas_of_shards_have_the_bits_of_gloo(replicate: str, shard: str) -> None:
+    ours = outcomes("fsdp2.py", 4, "--replicate", replicate, "--shard", shard)
+    assert len(weights(ours)) == 1
+    assert weights(ours) == weights(outcomes("fsdp2.py", 4, "--replicate", "gloo", "--shard", "gloo"))
+
+
+def test_shards_without_replicas_have_the_bits_of_gloo() -> None:
+    ours = outcomes("fsdp2.py", 2, "--replicate", "gradserver", "--shard", "gradserver")
+    assert weights(ours) == weights(outcomes("fsdp2.py", 2, "--replicate", "gloo", "--shard", "gloo"))
+
+
+@pytest.mark.parametrize("module", ["test_script", "test_ops", "test_sync"])
+def test_accelerates_own_scripts_pass(module: str) -> None:
+    """Test with a group that is there before: on CPUs Accelerate makes none of this backend."""
+    program = (
+        "import runpy, torch; torch.distributed.init_process_group('gradserver'); "
+        f"runpy.run_module('accelerate.test_utils.scripts.{module}', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run(
+        [*LAUNCHER, "2", "--no-python", sys.executable, "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
