@@ -561,7 +561,7 @@ class Rendezvous(RendezvousHandler):
         """Return the error of torchrun for one of gradserver."""
         wanted = self._wanted
         if isinstance(error, DeadlineError):
-            lost = [repr(name) for name in self._names if name not in error.message]
+            lost = [repr(name) for name in self._names if repr(name) not in error.message]
             more = f". Of the last rendezvous are missing: {', '.join(lost)}" if lost else ""
             return RendezvousTimeoutError(
                 f"the rendezvous {wanted.run!r} of {wanted.nodes} nodes was not complete in time: {error.message}{more}"
