@@ -50,7 +50,7 @@ test: $(STAMP) ## Run the tests, apart from the long ones
 
 # Without kernels: what tests all that kernels do. `make test` has them.
 test-numpy: $(STAMP) ## Run the tests of codecs and reductions without compiled kernels
-	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long and not trainers" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
+	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
 	  $(addprefix tests/test_,$(addsuffix .py,codecs reducer lossy comparison kernels))
 
 test-long: $(STAMP) ## Run the long tests, and property tests with sixteen times the examples

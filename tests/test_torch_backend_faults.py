@@ -263,7 +263,7 @@ def test_fault_in_the_entry_point_breaks_no_import_of_torch(place: str, tmp_path
 
 def test_coordinator_listens_where_the_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"trainer-0": "10.1.2.3", "localhost": "127.0.0.1", "debian": "127.0.1.1", "10.1.2.3": "10.1.2.3"}
-    monkeypatch.setattr("gradserver.torch.coordinator._own_address", lambda host: own.get(host, "10.1.2.9"))
+    monkeypatch.setattr("gradserver.torch.coordinator.address_towards", lambda host: own.get(host, "10.1.2.9"))
     assert addresses(None) == ("127.0.0.1", "127.0.0.1")
     assert addresses("localhost") == ("127.0.0.1", "127.0.0.1")
     assert addresses("trainer-0") == ("10.1.2.3", "10.1.2.3")

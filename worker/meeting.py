@@ -43,6 +43,8 @@ log = logging.getLogger("gradserver")
 
 VARIABLE: Final = "GRADSERVER_RENDEZVOUS_DIR"
 _SECONDS: Final = 60.0
+_DISCARD: Final = 9
+"""A port to look for a way to a host with: nothing is sent to it."""
 _PREFIX: Final = "gradserver-"
 _FOLDER: Final = re.compile(_PREFIX + r"\w+")
 _KEPT_SECONDS: Final = 7 * 86400.0
@@ -108,7 +110,7 @@ def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     if directory := os.environ.get(VARIABLE):
         return _with_folder(offer, url, Path(directory))
     try:
-        port = Port(_host_towards(url))
+        port = Port(address_towards(*parse_target(url)))
     except OSError as error:
         log.warning("this worker cannot host a rendezvous for other workers: %s", error)
         return offer, None
@@ -120,7 +122,7 @@ def _with_folder(offer: Offer, url: str, directory: Path) -> tuple[Offer, object
     """Return ``offer`` with a folder in ``directory`` for the files of a rendezvous; and that."""
     try:
         folder = Folder(directory.absolute())
-        return offer._replace(store=f"{_host_towards(url)}:{folder.path.name}"), folder
+        return offer._replace(store=f"{address_towards(*parse_target(url))}:{folder.path.name}"), folder
     except OSError as error:
         log.warning("this worker cannot keep a rendezvous for other workers in %s: %s", VARIABLE, error)
         return offer, None
@@ -152,10 +154,14 @@ def _torch() -> Any:
     return cast(Any, import_module("torch.distributed"))
 
 
-def _host_towards(url: str) -> str:
-    """Return the address of this host from which the coordinator is reached. Nothing is sent for that."""
-    host, port = parse_target(url)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+def address_towards(host: str, port: int = _DISCARD) -> str:
+    """Return the address of this host on the way to ``host``. Nothing is sent for that. OSError if there is no way."""
+    trouble = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            trouble = error
+    raise trouble

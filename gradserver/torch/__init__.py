@@ -12,6 +12,7 @@ Scripts need not import this package: torch does, by an entry point. docs/torch-
     work          operations under way, and their futures
     ddp           gradserver's wrapper, as a subclass of torch's
     rounds        gradients of torch's own wrapper, as rounds
+    rendezvous    torchrun's agents: they meet at a coordinator
     errors        gradserver's errors, which are errors of torch's backends too
     private       names of torch that are not public
 """

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from gradserver.protocol.errors import CoordinatorError, CoordinatorUnreachableError
 from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.protocol.url import numeric_url, parse_target
+from gradserver.worker.meeting import address_towards
 
 URL: Final = "GRADSERVER_URL"
 _LEAVING_SECONDS: Final = 10.0
@@ -30,7 +31,6 @@ REACHING_SECONDS: Final = 60.0
 """Seconds in which a coordinator that is named has to listen: it may be started together with those that use it."""
 _AGAIN_SECONDS: Final = 0.2
 _HINT: Final = f"and is {URL} right? Without {URL}, rank 0 starts a coordinator"
-_DISCARD: Final = 9
 
 
 class Started(NamedTuple):
@@ -138,22 +138,14 @@ def addresses(host: str | None) -> tuple[str, str]:
     """
     if host is None:
         return "127.0.0.1", "127.0.0.1"
-    own = _own_address(host)
+    own = "127.0.0.1"
+    with suppress(OSError):
+        own = address_towards(host)
     if not own.startswith(("127.", "::1")):
         return own, own
     if host == "localhost" or host.startswith(("127.", "::1")):
         return own, own
     return "0.0.0.0", host  # a name that means this machine by itself, as in some hosts files, and others know better
-
-
-def _own_address(host: str) -> str:
-    """Return this machine's address on the way to ``host``."""
-    with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
 
 
 # ── the coordinator itself ────────────────────────────────────────────────────────────────────────────────

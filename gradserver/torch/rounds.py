@@ -46,7 +46,7 @@ class _Given(NamedTuple):
     """A bucket of the present step: torch's memory, the same on the CPU, and what torch waits for."""
 
     layout: _Layout
-    names: tuple[str, ...]
+    parameters: Sequence[Tensor]
     buffer: Tensor
     host: Tensor
     future: Future[Tensor]
@@ -137,10 +137,8 @@ class Rounds:
         """Give a bucket its memory on the CPU, where it is exchanged."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         layout = _Layout(wire_dtype(buffer), tuple(tuple(one.shape) for one in parameters))
-        number = bucket.index()
-        names = [self._names.get(id(one), f"{number}.{place}") for place, one in enumerate(parameters)]
         host = buffer if buffer.device.type == "cpu" else buffer.cpu()  # behind all that the stream has
-        return _Given(layout, tuple(names), buffer, host, Future())
+        return _Given(layout, parameters, buffer, host, Future())
 
     def _push(self, place: int) -> None:
         """Contribute a bucket to the round that is open."""
@@ -179,7 +177,8 @@ class Rounds:
         """Agree with the other workers on the buckets of a step."""
         buckets = []
         for number, given in enumerate(self._given):
-            components = map(Component, given.names, given.layout.shapes)
+            names = [self._names.get(id(one), f"{number}.{place}") for place, one in enumerate(given.parameters)]
+            components = map(Component, names, given.layout.shapes)
             buckets.append(Bucket(f"torch.{number}", given.layout.dtype, tuple(components), Op.MEAN))
         self._agreement = None  # its place in the group's plan is free from now on
         self._agreement = self.worker.agree_beside(Plan(tuple(buckets)))
