@@ -132,7 +132,8 @@ def serve(
 
             try:
                 children.start(server.url, shards - 1, options + ["--quiet"] * quiet)
-                server.hold()  # a group that is complete before its shards would do without them
+                # A group that is complete before its shards would do without them.
+                server.hold(engine.control.is_member)
                 server.run(all_there)
                 server.release()
                 if all_there():

@@ -16,6 +16,7 @@ from gradserver.transport.traffic import Connections
 
 NEW, OTHER = b"new", b"other"
 JOIN = Join("group", "w0", 0, 1, 60.0)
+MEMBER = Join("group", "w0", 0, 1, 60.0, key="known")
 RESUME = Resume("group", 0, "token", 1, "")
 
 
@@ -52,8 +53,9 @@ def test_other_messages_open_no_role(handshake: Handshake, told: list[bytes]) ->
 
 
 def test_only_workers_that_join_wait_while_the_server_holds(handshake: Handshake) -> None:
-    handshake.hold()
+    handshake.hold(lambda message: message == MEMBER)
     assert handshake.role_of(NEW, JOIN, [b"join"]) is None
+    assert handshake.role_of(OTHER, MEMBER, [b"join"]) is ROLES[Join]
     assert handshake.role_of(NEW, Ping(), [b"ping"]) is None  # it asks whether something is missing
     assert handshake.role_of(OTHER, RESUME, [b"resume"]) is ROLES[Resume]
     assert handshake.release() == {NEW: [b"join"]}

@@ -16,9 +16,11 @@ import pytest
 
 from gradserver import Worker, connect
 from gradserver.protocol.dtypes import FLOAT32
-from gradserver.protocol.errors import JoinTimeoutError
-from gradserver.protocol.messages import Attend, Message
+from gradserver.protocol.errors import CoordinatorUnreachableError, JoinTimeoutError
+from gradserver.protocol.messages import Attend, Message, Welcome
 from gradserver.protocol.plan import simple_plan
+from gradserver.status import fetch
+from gradserver.worker.member.recovery import Recovery
 from gradserver.worker.session import Session
 from gradserver.worker.transport.reconnect import ReconnectingChannel
 from gradserver.worker.transport.tcp import TcpChannel
@@ -145,6 +147,80 @@ def test_a_founder_that_a_data_shard_does_not_know_asks_the_coordinator_and_resu
     tasks = [Task(work, name) for name in ("a", "b")]
     assert [task.result() for task in tasks] == [1.5, 1.5]
     assert lost
+
+
+class LosingWelcome(Killing):
+    """A coordinator that is lost with the Welcome of the worker that is called "b"; its other worker has its own.
+
+    Attributes:
+        welcomes: the Welcomes of "b", with the lost one.
+    """
+
+    def __init__(self, stack: ExitStack, options: tuple[str, ...]) -> None:
+        super().__init__(stack, options, "coordinator")
+        self.welcomes: list[Welcome] = []
+
+    def first(self, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+        """Have one of both come back first; or the Welcome is not lost, but the connection is, right behind it."""
+        receive, resume, create = Session.receive, Recovery.resume, ReconnectingChannel.__init__
+
+        def losing(session: Session, message: Message, payloads: Any) -> None:
+            if isinstance(message, Welcome) and message.names[message.rank] == "b":
+                self.welcomes.append(message)
+                if len(self.welcomes) == 1 and order != "neither":
+                    self.lose()
+                    if order == "a":
+                        wait_until(self.is_back, "the other is back")
+                    return
+            receive(session, message, payloads)
+
+        def waiting(*arguments: Any) -> Any:
+            if order == "b":
+                wait_until(lambda: len(self.welcomes) == 2, "b has its Welcome")
+            return resume(*arguments)
+
+        def noting(lasting: ReconnectingChannel, channel: TcpChannel, session: Session, *rest: Any) -> None:
+            if order == "neither" and session.membership.rank == session.membership.names.index("b") and not self.done:
+                self.lose()
+                wait_until(lambda: channel.look() or session.closed, "b knows that")
+            create(lasting, channel, session, *rest)
+            self.channels.append(lasting)
+
+        monkeypatch.setattr(ReconnectingChannel, "__init__", noting)
+        monkeypatch.setattr(Session, "receive", losing)
+        monkeypatch.setattr(Recovery, "resume", waiting)
+
+    def is_back(self) -> bool:
+        """Return whether "a" has said Resume."""
+        try:
+            return bool(fetch(self.daemon.url)["groups"]["default"]["state"] == "recovering")
+        except CoordinatorUnreachableError:
+            return False
+
+    def lose(self) -> None:
+        """Kill the coordinator, when "a" has its Welcome."""
+        self.done = True
+        wait_until(lambda: len(self.channels) == 1, "the other has its own")
+        self.kill()
+
+
+@pytest.mark.parametrize("shards", ["1", "2"])
+@pytest.mark.parametrize("workers", [["--workers", "2"], ["--workers", "1:2", "--gather", "60"]])
+@pytest.mark.parametrize("first", ["a", "b", "neither"])
+def test_a_founder_gets_the_welcome_again_that_is_lost_with_its_coordinator(
+    first: str, workers: list[str], shards: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing = LosingWelcome(stack, (*workers, "--shards", shards, "--state-dir", str(tmp_path)))
+    losing.first(monkeypatch, first)
+
+    def work(name: str) -> float:
+        with connect(losing.daemon.url, name=name, timeout=PATIENCE) as worker:
+            return exchanged(worker)
+
+    tasks = [Task(work, name) for name in ("a", "b")]
+    assert [task.result() for task in tasks] == [1.5, 1.5]
+    before, again = losing.welcomes
+    assert again == replace(before, incarnation=again.incarnation, again=True, shards=again.shards)
 
 
 def test_a_coordinator_that_has_heard_of_a_worker_late_is_not_called_something_else(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -162,6 +163,7 @@ def connect(
         world_size=world_size or 0,
         timeout=float(timeout),
         offer=offer_of(plane),
+        key=secrets.token_hex(16),
     )
     wish = Wish(url, what, channel, wire, float(reconnect))
     if wish.url is None:
@@ -255,9 +257,9 @@ def join(wish: Wish) -> Worker:
     """Join the group at a coordinator. A worker that joins a running group does so again if that is interrupted."""
     until = time.monotonic() + wish.join.timeout
     while True:
-        connection, session = _join(wish, until)
+        connection, session, lasting = _join(wish, until)
         try:
-            worker = _equipped(wish, connection, session, until)
+            worker = _equipped(wish, connection, session, lasting, until)
             break
         except BaseException as error:
             session.close("it could not join")
@@ -282,17 +284,17 @@ def join(wish: Wish) -> Worker:
     return worker
 
 
-def _equipped(wish: Wish, connection: TcpChannel, session: Session, until: float) -> Worker:
+def _equipped(
+    wish: Wish, connection: TcpChannel, session: Session, lasting: ReconnectingChannel | None, until: float
+) -> Worker:
     """Return the worker of ``session``, with all that it needs beside its connection."""
     assert wish.url is not None
     channel = _agreed_channel(wish.channel, session.membership)
-    session.subgroups.grow_by(connection.branch)
-    lasting = None
-    if session.membership.durable:  # even without patience: others may return, and ask what this one holds
-        lasting = ReconnectingChannel(connection, session, wish.reconnect)
-        session.endure(lasting)
+    if lasting is None:
+        session.subgroups.grow_by(connection.branch)
+    else:
         session.subgroups.grow_by(lasting.branch, lasting.carried)
-    elif not session.membership.needs_all:
+    if lasting is None and not session.membership.needs_all:
         connection.attach(Farewell(session, wish.url))
     connection = _reach_all(channel, connection, lasting, session, until)
     if connection.on_this_host and connection.kind == "tcp":  # a message takes less time than to handle it
@@ -312,6 +314,8 @@ def _reach_all(
     """
     attended = False
     while True:
+        if lasting is not None and not session.membership.joins and not lasting.is_on(connection):
+            connection, attended = lasting.stands(), True
         try:
             if not attended:
                 _attend_shards(connection, session, until)
@@ -326,11 +330,10 @@ def _reach_all(
                 lasting.broke(connection, error)  # which does nothing if that is known
             if lasting.is_on(connection):
                 raise
-        connection, attended = lasting.stands(), True
 
 
-def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
-    """Join. Until a Welcome comes, a connection that breaks or loses a message is made anew."""
+def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session, ReconnectingChannel | None]:
+    """Join. Until the Welcome is heeded, a connection that breaks or loses a message is made anew."""
     assert wish.url is not None
     join, url = wish.join, wish.url
     lost: tuple[float, ConnectionLostError | LeftOutError] | None = None
@@ -349,7 +352,7 @@ def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
             joining = session.join(replace(join, offer=offer))
             connection.ask()
             _await_welcome(joining, connection, until - time.monotonic(), join.timeout)
-            return connection, session
+            return connection, session, _outlasting(connection, session, wish.reconnect)
         except BaseException as error:
             if not connection.heard:
                 connection.give_up()
@@ -366,6 +369,22 @@ def _join(wish: Wish, until: float) -> tuple[TcpChannel, Session]:
             if now + _AGAIN_SECONDS >= until:
                 raise
         time.sleep(_AGAIN_SECONDS)
+
+
+def _outlasting(connection: TcpChannel, session: Session, patience: float) -> ReconnectingChannel | None:
+    """Have the membership in a durable group outlast its connection; None in another group.
+
+    Raises:
+        ConnectionLostError: the connection broke before.
+    """
+    if not session.membership.durable:
+        return None
+    lasting = ReconnectingChannel(connection, session, patience)  # without patience, too: others may ask this member
+    session.endure(lasting)
+    session.check_open()
+    if session.membership.again:
+        lasting.broke(connection, ConnectionLostError("the Welcome of this worker was lost with an earlier connection"))
+    return lasting
 
 
 def _attend_shards(connection: TcpChannel, session: Session, until: float) -> None:

@@ -409,7 +409,8 @@ class Durable(Kind):
     """The group survives its coordinator: from ``secret`` follow the tokens by which its members are known.
 
     ``rates`` are those of its data shards, by which slices are shared; none if there is one only. The size of slices
-    follows from the ``grain``, and ``credit`` is what each member may have in flight.
+    follows from the ``grain``, and ``credit`` is what each member may have in flight. ``keys`` are those of the
+    founders' Joins, by member id; empty where one has none.
     """
 
     group: Name
@@ -417,6 +418,7 @@ class Durable(Kind):
     rates: Annotated[tuple[float, ...], Field(listed(number(0.0, MAX_RATE), MAX_SHARDS))] = ()
     grain: Grain = 0
     credit: Count = 0
+    keys: Annotated[tuple[str, ...], Field(listed(text(MAX_TOKEN), MAX_WORLD_SIZE))] = ()
 
 
 @kind(13)

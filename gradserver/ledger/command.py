@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gradserver.engine.declared import Kind
 from gradserver.engine.records import Gap, Group, Plan, Round, RoundRecord, Snapshot, Start
@@ -227,6 +227,9 @@ def _nothing(path: str, selection: Selection, written: list[Written]) -> StateEr
 
 # ── for programs ──────────────────────────────────────────────────────────────────────────────────────
 
+_SECRET: Final = "secret", "keys"
+"""Fields by which a process could pass for a member."""
+
 
 def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[str, Any]]:
     """Make one object for each record. Times are seconds since 1970, digests are hexadecimal."""
@@ -242,7 +245,7 @@ def _lines(written: Iterator[Written], selection: Selection) -> Iterator[dict[st
             if selection.has(record.record.round):
                 yield _round_line(record, start)
         elif selection.is_all:
-            line = {one.name: _plain(getattr(record, one.name)) for one in fields(record) if one.name != "secret"}
+            line = {one.name: _plain(getattr(record, one.name)) for one in fields(record) if one.name not in _SECRET}
             if isinstance(record, Plan):
                 line["plan"] = {
                     "hash": record.plan.hash,

@@ -7,7 +7,7 @@ A message passes, in this order:
     version    `gradserver.protocol.wire` reads it from each header
     probes     messages that measure the link are answered, and forgotten
     role       `ROLES`, by the type of the message. A new kind of peer is one more row there
-    hold       workers wait while the server is not complete
+    hold       workers wait while the server is not complete, but for members
     key        the engine, which makes the keys, compares the field that the role names
 
 From then on the connection is a peer's, and the engine gets its messages.
@@ -165,6 +165,7 @@ class Handshake:
         self._connections, self._liveness, self._route = connections, liveness, route
         self._waiting: dict[bytes, Sequence[Buffer]] | None = None
         """First messages of those that wait; None unless the server holds."""
+        self._is_at_once: Callable[[Message], bool] = lambda _: False
         self.strangers = Strangers()
 
     def hears(self, identity: bytes, frame: zmq.Frame, size: int) -> bool:
@@ -193,7 +194,7 @@ class Handshake:
         if self._waiting is not None:
             if type(message) is Ping and identity in self._waiting:  # it asks whether something is missing
                 return None
-            if role is not None and role.waits and len(self._waiting) < _WAITING:
+            if role is not None and role.waits and len(self._waiting) < _WAITING and not self._is_at_once(message):
                 self._waiting[identity] = frames
                 return None
             self._waiting.pop(identity, None)
@@ -213,9 +214,9 @@ class Handshake:
             saying.probe(sum(map(len, frames)))
         self._route(identity, encode(Probed()))
 
-    def hold(self) -> None:
-        """Let strangers with a role that waits wait from now on, until `release`."""
-        self._waiting = {}
+    def hold(self, is_at_once: Callable[[Message], bool]) -> None:
+        """Let strangers with a role that waits wait until `release`, unless their message ``is_at_once``."""
+        self._waiting, self._is_at_once = {}, is_at_once
 
     def release(self) -> Mapping[bytes, Sequence[Buffer]]:
         """Return the first messages of those that have waited. From now on none waits."""

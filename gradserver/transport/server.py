@@ -141,9 +141,9 @@ class TcpServer:
         self._stopping = reason
         self._wakeup.wake()
 
-    def hold(self) -> None:
-        """Let workers that join wait from now on, until `release`."""
-        self._handshake.hold()
+    def hold(self, is_at_once: Callable[[Message], bool]) -> None:
+        """Let workers that join wait until `release`, unless their message ``is_at_once``."""
+        self._handshake.hold(is_at_once)
 
     def release(self) -> None:
         """Let those join that have waited, and all that come."""

@@ -49,6 +49,8 @@ class Join(MessageKind):
         timeout: seconds that this worker waits for the group to be complete; and for an exchange, if the
             coordinator has no limit for that.
         offer: what this worker can do.
+        key: text that the worker draws once, and that cannot be guessed. By it a founder of a durable group gets the
+            Welcome again that was lost with its coordinator. Empty for none.
     """
 
     group: Text
@@ -57,6 +59,7 @@ class Join(MessageKind):
     world_size: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))]
     timeout: Seconds
     offer: OneOffer = UNTOLD
+    key: Token = ""
 
 
 @message(2, Payloads.optional(MAX_FRAME_BYTES))
@@ -94,6 +97,7 @@ class Welcome(MessageKind):
         damping: factor of stale contributions, or of those that are kept: "none" or "inverse".
         places: the largest number of members; their ids are below. 0 if that is not known.
         grain: size of slices; 0 for slices as large as they may be (`gradserver.protocol.slicing`).
+        again: true for a member that was let in before, and says Resume on another connection.
         offers: what the members can do, by rank, if any of them has told. It travels in the payload.
     """
 
@@ -125,6 +129,7 @@ class Welcome(MessageKind):
     damping: Text = "none"
     places: Annotated[int, Field(integer(0, MAX_WORLD_SIZE))] = 0
     grain: Grain = 0
+    again: Flag = False
     offers: Annotated[tuple[Offer, ...], BESIDE] = ()
 
     def with_offers(self, payloads: Sequence[Buffer]) -> Self:

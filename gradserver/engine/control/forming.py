@@ -194,6 +194,7 @@ def _choose_members(registry: Registry, group: Group, effects: Effects) -> tuple
     group.applicants.leave_all()
     parent = registry.parent_of(group)
     if registry.incarnation and (group.origin is None or is_lasting(parent, group.origin)):
-        group.sessions.open(registry.roster.token())
+        keys = [chosen[place].join.key if place in chosen else "" for place in range(group.members.world)]
+        group.sessions.open(registry.roster.token(), keys)
     registry.roster.staff(group, None if parent is None else parent.shards.connections)
     return tuple(chosen_members.get(place, _NOBODY) for place in range(group.members.world))

@@ -13,6 +13,7 @@ from gradserver.engine.control.group import HERE, Group, State
 from gradserver.engine.control.machine import RULES, TRANSITIONS, Rule, Transition, deadlines
 from gradserver.engine.control.reactions import Broke, Event, Lost, Notice, ShardEnlisted, ShardLost
 from gradserver.engine.control.registry import Registry
+from gradserver.engine.control.welcome import welcome_again
 from gradserver.engine.declared import Kind
 from gradserver.engine.effects import Effects, Eviction
 from gradserver.engine.link import decode_report
@@ -63,7 +64,8 @@ class Control:
         try:
             self._registry.check_free(connection)
             if (begun := subgroups.begun_before(self._registry, base, message)) is not None:
-                subgroups.welcome_again(self._registry, *begun, connection, effects)
+                welcome_again(*begun, connection, self._registry.incarnation, effects)
+                effects.close(connection)
                 return
             group, join = subgroups.group_for(self._registry, base, message, effects)
             self._registry.add(group)
@@ -82,6 +84,9 @@ class Control:
         match message:
             case Join():
                 registry.check_free(connection)
+                if (founder := sessions.of_founder(registry.groups.get(message.group), message)) is not None:
+                    welcome_again(*founder, connection, registry.incarnation, effects)
+                    return
                 group = forming.group_for(registry, message, effects)
                 registry.add(group)
                 self._happens(group, message, effects, connection)
@@ -267,6 +272,10 @@ class Control:
             self._happens(group, ShardEnlisted(), effects)
 
     # ── looking at it ─────────────────────────────────────────────────────────────────────────────────
+
+    def is_member(self, message: Message) -> bool:
+        """Tell whether a Join is of a member that lacks its Welcome: others wait for it, and nothing else matters."""
+        return isinstance(message, Join) and sessions.of_founder(self.groups.get(message.group), message) is not None
 
     def awaited(self, name: str) -> set[int]:
         """Connections of members that others wait for: for a plan, a sub-group, a request, or the end of a round."""

@@ -44,10 +44,9 @@ def founded(group: Group, effects: Effects) -> None:
     if group.is_durable and group.origin is not None:
         _first(group, Subgroup(group.name, group.origin.parent, group.origin.member_ids), effects)
     if group.is_durable:
-        table = group.shards.table
-        _first(
-            group, Durable(group.name, group.sessions.secret, table.rates, table.grain, group.shards.credit), effects
-        )
+        table, sessions = group.shards.table, group.sessions
+        shares = table.rates, table.grain, group.shards.credit
+        _first(group, Durable(group.name, sessions.secret, *shares, sessions.keys), effects)
     _policies(group, effects)
     members(group, f"complete with {group.members.world} workers", effects)
 

@@ -237,7 +237,7 @@ def _group(registry: Registry, name: str, found: GroupState, policy: Policy, now
     table = Table(len(latest.members), durable.rates, policy.mean.unit, durable.grain)
     group.shards.restore(table, max(len(durable.rates) - 1, 0), durable.credit or registry.credit)
     group.recovery.restore(lacks_shards=bool(group.shards))
-    group.sessions.open(durable.secret)
+    group.sessions.open(durable.secret, durable.keys)
     group.sessions.detach_all(group.members.by_id, now + policy.reconnect)
     waits = policy.round_timeout or registry.round_timeout
     group.set_timeouts(founded.timeout, waits if parent is None else parent.round_timeout)

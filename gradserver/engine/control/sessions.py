@@ -11,6 +11,7 @@ knows its groups from records (`gradserver.engine.control.restore`). The member 
     AWAY      … and a member comes back                 AWAY      the others have `missing` seconds from then on
     AWAY      … and its process runs, but is busy       AWAY      it is waited for, for as long as the round timeout
     AWAY      Resume                                    ATTACHED  Resumed
+    AWAY      Join again, of a founder without Welcome  AWAY      Welcome; it says Resume on another connection
     ATTACHED  Resume, on another connection             ATTACHED  the same; the old connection is closed
     ATTACHED  Leave, or a violation                     gone      it departs
     gone      Resume                                    gone      refused with LeftOutError, or OutlierError
@@ -31,6 +32,7 @@ from gradserver.engine.effects import Effects
 from gradserver.engine.orders import Attach, Detach
 from gradserver.protocol.beacon import beacon_id
 from gradserver.protocol.errors import GradServerError, JoinRefusedError, LeftOutError, UnexpectedMessageError
+from gradserver.protocol.messages import Join
 from gradserver.protocol.messages.recovery import Resume, Resumed
 from gradserver.protocol.offers import pack_offers
 
@@ -99,6 +101,15 @@ def _runs(registry: Registry, group: Group, member_id: int) -> bool:
 
 
 # ── coming back ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_founder(group: Group | None, message: Join) -> tuple[Group, int] | None:
+    """Return the group and the member id of a founder that never got its Welcome; None for any other worker.
+
+    Its connection broke as the group became complete, and the others have not gone on without it.
+    """
+    founder = -1 if group is None or group.broken is not None else group.sessions.founder(message.key)
+    return None if group is None or not group.is_inside(founder) else (group, founder)
 
 
 def check(group: Group | None, message: Resume, ended: Mapping[str, GradServerError]) -> Group:

@@ -31,7 +31,6 @@ from dataclasses import replace
 from gradserver.engine.control.group import Group, Origin
 from gradserver.engine.control.group.planes import Planes
 from gradserver.engine.control.registry import Registry
-from gradserver.engine.control.welcome import welcome_to
 from gradserver.engine.effects import Effects
 from gradserver.engine.policy import SYNC, OnNonFinite, Policy
 from gradserver.protocol.errors import (
@@ -44,7 +43,7 @@ from gradserver.protocol.errors import (
 )
 from gradserver.protocol.limits import MAX_NAME_BYTES, MAX_SUBGROUPS
 from gradserver.protocol.messages import Join, Split
-from gradserver.protocol.offers import UNTOLD, pack_offers
+from gradserver.protocol.offers import UNTOLD
 from gradserver.protocol.planes import AUTO
 
 _NUMBER_BYTES = 12
@@ -95,22 +94,6 @@ def begun_before(registry: Registry, base: int, message: Split) -> tuple[Group, 
         if origin is not None and group.is_durable and origin.began > message.after and _is_of(group, parent, message):
             return (group, origin.member_ids.index(caller)) if caller in origin.member_ids else None
     return None
-
-
-def welcome_again(registry: Registry, group: Group, member_id: int, connection: int, effects: Effects) -> None:
-    """Send a member the Welcome that was lost with its connection. It says Resume on another branch.
-
-    Raises:
-        GradServerError: the sub-group is broken.
-        LeftOutError: the others have gone on without it.
-    """
-    if group.broken is not None:
-        raise group.broken.again()
-    if not group.is_inside(member_id):
-        raise group.left_out(member_id, "its connection broke, and it did not come back")
-    welcome = welcome_to(group, member_id, "", registry.incarnation)
-    effects.send(connection, welcome, pack_offers(welcome.offers))
-    effects.close(connection)
 
 
 def _is_of(group: Group, parent: Group, message: Split) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradserver.engine.control.group import Group
 from gradserver.engine.effects import Effects
 from gradserver.protocol.messages import Agreed, Welcome
+from gradserver.protocol.offers import pack_offers
 from gradserver.protocol.plan import Plan, Section
 
 
@@ -57,3 +60,18 @@ def welcome_to(group: Group, member_id: int, token: str, incarnation: int) -> We
         grain=group.shards.table.grain,
         offers=group.planes.offers_of(present),
     )
+
+
+def welcome_again(group: Group, member_id: int, connection: int, incarnation: int, effects: Effects) -> None:
+    """Send a member the Welcome that was lost with its connection. It says Resume on another one.
+
+    Raises:
+        GradServerError: the group is broken.
+        LeftOutError: the others have gone on without it.
+    """
+    if group.broken is not None:
+        raise group.broken.again()
+    if not group.is_inside(member_id):
+        raise group.left_out(member_id, "its connection broke, and it did not come back")
+    welcome = welcome_to(group, member_id, "", incarnation)
+    effects.send(connection, replace(welcome, again=True), pack_offers(welcome.offers))

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hmac
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -15,17 +16,24 @@ class Sessions:
 
     Attributes:
         secret: text from which the members' tokens follow; empty if the group is not durable.
+        keys: keys of the founders' Joins, by member id; empty where one has none.
         away: members without a connection, each with the time until which it is waited for.
         busy: those of them that should be back, with processes that run; each with the time since when that is so.
     """
 
     secret: str = ""
+    keys: tuple[str, ...] = ()
     away: dict[int, float] = field(default_factory=dict)
     busy: dict[int, float] = field(default_factory=dict)
 
-    def open(self, secret: str) -> None:
+    def open(self, secret: str, keys: Sequence[str]) -> None:
         """Make the group durable."""
-        self.secret = secret
+        self.secret, self.keys = secret, tuple(keys) if any(keys) else ()
+
+    def founder(self, key: str) -> int:
+        """Return the member id of the founder with ``key``; -1 if there is none."""
+        equal = (bool(own) and hmac.compare_digest(own.encode(), key.encode()) for own in self.keys)
+        return next((member_id for member_id, is_it in enumerate(equal) if is_it), -1)
 
     def detach(self, member_id: int, until: float) -> None:
         """Wait for a member that has lost its connection."""
