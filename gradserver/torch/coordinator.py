@@ -15,13 +15,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gradserver.protocol.errors import CoordinatorError, CoordinatorUnreachableError
 from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.protocol.url import numeric_url, parse_target
 from gradserver.worker.meeting import address_towards
+
+if TYPE_CHECKING:
+    from gradserver.transport.server import TcpServer
 
 URL: Final = "GRADSERVER_URL"
 _LEAVING_SECONDS: Final = 10.0
@@ -162,7 +166,7 @@ def main(bind: str, *elastic: str) -> int:
         group, least, most, gather = elastic
         policies[group] = Policy(int(least), int(most), gather=float(gather))
 
-    def attend(server: Any, is_idle: Any) -> None:
+    def attend(server: TcpServer, is_idle: Callable[[], bool]) -> None:
         threading.Thread(
             target=_end_with, args=(parent, server, is_idle), name="gradserver-parent", daemon=True
         ).start()
@@ -174,7 +178,7 @@ def main(bind: str, *elastic: str) -> int:
         return 1
 
 
-def _end_with(parent: int, server: Any, is_idle: Any) -> None:
+def _end_with(parent: int, server: TcpServer, is_idle: Callable[[], bool]) -> None:
     """Wait for the end of the parent, and then stop the server when it is idle."""
     poller = select.poll()
     poller.register(sys.stdin.fileno(), select.POLLHUP)

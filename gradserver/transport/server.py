@@ -141,7 +141,7 @@ class TcpServer:
         self._stopping = reason
         self._wakeup.wake()
 
-    def hold(self, is_at_once: Callable[[Message], bool]) -> None:
+    def hold(self, is_at_once: Callable[[Message], bool] = lambda _: False) -> None:
         """Let workers that join wait until `release`, unless their message ``is_at_once``."""
         self._handshake.hold(is_at_once)
 
