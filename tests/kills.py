@@ -35,15 +35,16 @@ class Case(NamedTuple):
     """True if all workers are late in turn."""
 
 
-QUORUM = ("--quorum", "2", "--grace", "0.02", "--staleness", "1000")
+KEPT = ("--staleness", "1000")
 """A busy machine must not make contributions so late that workers drop them: the ledger does not say of that."""
+QUORUM = ("--quorum", "2", "--grace", "0.02", *KEPT)
 CASES = (
     Case("--workers 3", WORLD),
     Case("--workers 2:3", WORLD - 1),
     Case("--workers 3 --shards 2", WORLD, ("--shards", "2")),
     Case("--workers 3, wire int8", WORLD, wire="int8"),
     Case("--workers 1:3 --quorum 2", 1, QUORUM, cuts=True),
-    Case("--workers 3 --backup 1", WORLD, ("--backup", "1"), cuts=True, turns=True),
+    Case("--workers 3 --backup 1", WORLD, ("--backup", "1", *KEPT), cuts=True, turns=True),
     Case("--workers 2:3 --quorum 2 --shards 2", 2, (*QUORUM, "--shards", "2"), cuts=True),
 )
 
@@ -56,6 +57,8 @@ class Outcome(NamedTuple):
     """Seconds of the longest step of any worker, behind its first."""
     same: bool
     """True if all workers have the weights that they must have."""
+    dropped: int
+    """Number of times that a worker has said that what it gave is too old, and is dropped."""
 
 
 def run(case: Case, seconds: float, every: float) -> Outcome:
@@ -70,7 +73,8 @@ def run(case: Case, seconds: float, every: float) -> Outcome:
         _wait_for_ends(group)
         (weights, *others) = group.weights()
         longest = max(longest_step(worker.output()) for worker in group.workers)
-        return Outcome(kills, longest, not others and is_right(case, weights, group))
+        dropped = sum("and is dropped" in line for worker in group.workers for line in worker.complaints())
+        return Outcome(kills, longest, not others and is_right(case, weights, group), dropped)
 
 
 @cache
@@ -133,9 +137,10 @@ def main() -> int:
     seconds, every = (*given, *(30.0, 3.0)[len(given) :])
     differ = False
     for case in CASES:
-        kills, longest, same = run(case, seconds, every)
+        kills, longest, same, dropped = run(case, seconds, every)
         against = "the ledger" if case.cuts else "a calm run"
         verdict = f"weights {'equal' if same else 'DIFFER from'} those of {against}"
+        verdict += f"; {dropped} times something late was dropped" * (dropped > 0)
         print(f"{case.name:36} {kills:3} kills, longest step {longest:5.2f} s, {verdict}", flush=True)
         differ = differ or not same
     return int(differ)
