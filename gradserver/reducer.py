@@ -316,7 +316,7 @@ class _Job:
         total = self._total if self._total is not None else scratch(0, values[0][1].size, self._elements)
         add_up(values, equal, total)
         divide(total, divisor)
-        return self._checked(total, [((1.0 if equal else weight) / divisor, row) for weight, row in values], block)
+        return self._checked(total, values, equal, divisor, block)
 
     def _at_once(self, given: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int) -> Array | None:
         """Compute the mean of a block by a kernel; None if there is none, or if something is not finite."""
@@ -339,10 +339,12 @@ class _Job:
         known = robust_mean(self._rule, values, weights, total, UNIT * self._parts, self._guarded)
         return self._narrow(total) if known else None
 
-    def _checked(self, total: Array, shares: Sequence[tuple[float, Array]], block: int) -> Array | None:
+    def _checked(
+        self, total: Array, values: Sequence[tuple[float, Array]], equal: bool, divisor: float, block: int
+    ) -> Array | None:
         """Narrow a block of a mean, if it is finite. Its sum of squares says so, if that is wanted, too.
 
-        ``shares`` are the contributions, each with its share, for elements with a sum that is out of range.
+        ``values`` are the contributions with their weights, for elements with a sum that is out of range.
         """
         if self._squares:
             result = self._narrow(total)
@@ -350,7 +352,9 @@ class _Job:
             if math.isfinite(found[0]):
                 self._squares[block] = found
                 return result
-        if is_finite(total) or mend_overflow(total, shares):
+        if is_finite(total):
+            return self._narrow(total)
+        if mend_overflow(total, [((1.0 if equal else weight) / divisor, row) for weight, row in values]):
             return self._narrow(total)
         return None if self._guarded else self._narrow(with_one_nan(total))
 

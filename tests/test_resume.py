@@ -484,6 +484,13 @@ def test_its_presence_outlives_connections_and_ends_when_it_is_out(scene: Scene)
         scene.worker.push(0, scene.data[0])
 
 
+def test_a_question_to_a_shard_that_has_no_connection_yet_is_dropped(scene: Scene) -> None:
+    """Test what another thread asks while connections are made, one by one. It asks again."""
+    scene.lasting.send(Inquire(ExchangeKey(Stream.BUCKET, 0, 0)), (), 1)
+    scene.worker.push(1, scene.data[1])
+    scene.pushes((SHORT, 0))
+
+
 def test_a_coordinator_that_is_stopped_may_be_started_again(scene: Scene) -> None:
     scene.worker.push(1, scene.data[1])
     scene.pushes((SHORT, 0))

@@ -46,6 +46,7 @@ from gradserver.worker.member.regions import Regions
 from gradserver.worker.member.retained import Kept, Retained
 from gradserver.worker.resumption import Resumption
 from gradserver.worker.session import Session, ShardReceiver
+from gradserver.worker.stalls import Asked
 from tests.cluster import Task, wait_until
 from tests.test_session import CREDIT, NAMES, Tape, bucket, collective, joined_session, memory, slice_of
 
@@ -244,6 +245,34 @@ def test_missing_workers_are_asked_for_where_the_answer_is_due(session: Session,
     session.receive_from(1, Missing(collective(0), ("'w2' (rank 2)",)), ())
 
     assert waiting.error(DeadlineError).missing == ("'w2' (rank 2)",)
+
+
+@pytest.mark.parametrize("attended", [0, 1, 2])
+def test_of_a_standstill_only_those_shards_are_asked_that_are_connected(attended: int, tape: Shards) -> None:
+    """Test a Welcome that comes while a member looks at its waits: connections to shards follow, one by one."""
+    session = Session(tape, 10.0)
+    joining = session.join(Join("group", "w1", 1, 3, 10.0))
+    stalls = session.traffic.stalls
+    assert stalls is not None
+    sessions, looks = stalls.sessions, list[object]()
+
+    def late() -> Sequence[Asked]:
+        looks.append(None)
+        if len(looks) == 2:  # the waits have been looked at
+            session.receive(
+                Welcome("group", 1, 7, CREDIT, NAMES, URLS, (1.0, 1.0, 1.0), "secret", member_ids=(0, 1, 2)), ()
+            )
+            for shard in range(1, attended + 1):
+                session.attend(shard, 10.0)
+        return sessions()
+
+    stalls.sessions = late
+    with stalls.waiting(joining):
+        stalls._changed = 0.0  # it waits for long
+        stalls.look()
+    asked = [shard for (message, _), shard in zip(tape.sent, tape.shards, strict=True) if isinstance(message, Inquire)]
+    assert len(looks) >= 2
+    assert asked == list(range(1, attended + 1))
 
 
 def test_a_lost_shard_takes_everything_with_it(session: Session) -> None:

@@ -50,13 +50,15 @@ OWNER = {"GRADSERVER_TEST_OWNER": str(os.getpid())}
 # ── ranks that end ────────────────────────────────────────────────────────────────────────────────────────
 
 
-LONG = [pytest.param(how, marks=pytest.mark.long) for how in ("frozen", "leaves", "sharded killed", "sharded frozen")]
+ENDS = "killed", "frozen", "raises", "leaves"
+LONG = [*ENDS[1::2], *(f"{way} {end}" for way in ("sharded", "replicated") for end in ENDS)]
 
 
-@pytest.mark.parametrize("how", ["killed", "raises", *LONG])
+@pytest.mark.parametrize("how", ["killed", "raises", *(pytest.param(how, marks=pytest.mark.long) for how in LONG)])
 def test_survivors_name_the_rank_that_has_ended(how: str, tmp_path: Path) -> None:
-    with ranks("training", tmp_path, 3, steps=500, pause=0.02, how=how, environment=OWNER) as programs:
-        for rank in (0, 2):
+    size = 4 if "replicated" in how else 3
+    with ranks("training", tmp_path, size, steps=500, pause=0.02, how=how, environment=OWNER) as programs:
+        for rank in {*range(size)} - {1}:
             kind, text, seconds = failure(programs[rank])
             assert kind in ("RuntimeError", "WorkerLostError", "WorkerLeftError")
             assert "(rank 1)" in text

@@ -91,6 +91,19 @@ def test_without_a_worker_and_a_process_group_it_says_what_to_make() -> None:
         DistributedDataParallel(nn.Linear(1, 1))
 
 
+def test_its_process_group_is_the_one_that_was_given() -> None:
+    with LocalCluster(1) as cluster:
+
+        def run(worker: Worker) -> None:
+            group: Any = object()
+            model = DistributedDataParallel(nn.Linear(2, 1), worker=worker, process_group=group)
+            assert model.process_group is group
+            assert copy.deepcopy(model).process_group is None
+            assert DistributedDataParallel(nn.Linear(2, 1), worker=worker).process_group is None
+
+        cluster.run(run)
+
+
 def test_a_copy_and_a_pickle_have_the_module_and_no_worker() -> None:
     with LocalCluster(1) as cluster:
 

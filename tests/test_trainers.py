@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from tests.cluster import ROOT
+from gradserver.engine.records import Round
+from tests.cluster import ROOT, Daemon, Program, wait_until
+from tests.test_late_restart import records
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
@@ -18,6 +23,8 @@ EXAMPLES = ROOT / "examples" / "trainers"
 WEIGHTS = re.compile(r"rank (\d+) on .*?: (.*?weights [0-9a-f]{64})")
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 SECONDS = 240.0
+SAMPLES, EPOCHS = 1200, 4
+"""Samples and epochs of the elastic examples."""
 
 
 @cache
@@ -93,3 +100,71 @@ def test_accelerates_own_scripts_pass(module: str) -> None:
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── elastic jobs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Elastic:
+    """A coordinator, and workers that come and go.
+
+    Args:
+        stack: ends the processes.
+        script: the workers' script.
+        folder: the coordinator's state.
+    """
+
+    def __init__(self, stack: ExitStack, script: str, folder: Path) -> None:
+        self._stack, self._script, self.folder = stack, EXAMPLES / script, folder
+        self._options = "--workers", "2:4", "--gather", "60", "--state-dir", str(folder)
+        self.daemon = stack.enter_context(Daemon(*self._options))
+        self.workers: dict[str, Program] = {}
+
+    def start(self, name: str) -> None:
+        own = {"GRADSERVER_URL": self.daemon.url, "GRADSERVER_NAME": name, "PAUSE": "0.05", "OMP_NUM_THREADS": "1"}
+        self.workers[name] = self._stack.enter_context(Program(str(self._script), environment=own, loaded=""))
+
+    def replace_coordinator(self) -> None:
+        """Kill the coordinator, and start it again."""
+        self.daemon.send_signal(signal.SIGKILL)
+        self.daemon.end()
+        again = Program("-m", "gradserver", "serve", "--bind", self.daemon.url, *self._options)
+        self._stack.enter_context(again)
+        again.expect("listening on ")
+
+    def wait_for(self, *names: str, rounds: int) -> None:
+        """Wait until the group has these members, and then for so many more rounds."""
+
+        def now() -> tuple[set[str], int]:
+            group = self.daemon.group()
+            return {one["name"] for one in group.get("members", ())}, group.get("round", 0)
+
+        wait_until(lambda: now()[0] == set(names), f"the members are {names}", SECONDS)
+        before = now()[1]
+        wait_until(lambda: now()[1] >= before + rounds, f"{rounds} more rounds", SECONDS)
+
+    def samples(self) -> float:
+        """Return the weight of all contributions that counted: the number of samples in them."""
+        found = {one.record.round: one.record.weights for one in records(self.folder) if isinstance(one, Round)}
+        assert sorted(found) == list(range(len(found)))
+        return sum(map(sum, found.values()))
+
+
+@pytest.mark.parametrize("script", ["lightning_elastic.py", "accelerate_elastic.py"])
+def test_an_elastic_job_uses_each_sample_once_while_workers_and_the_coordinator_die(
+    script: str, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        job = Elastic(stack, script, tmp_path / "state")
+        for name in "abcd":
+            job.start(name)
+        job.wait_for("a", "b", "c", "d", rounds=5)
+        job.workers["b"].send_signal(signal.SIGKILL)
+        job.wait_for("a", "c", "d", rounds=5)
+        job.replace_coordinator()
+        job.start("e")
+        job.wait_for("a", "c", "d", "e", rounds=5)
+        ends = {job.workers[name].expect(f"{name}: round ", SECONDS) for name in "acde"}
+        assert len(ends) == 1, "all have done the same rounds, and have the same weights"
+        assert [job.workers[name].end(SECONDS) for name in "acde"] == [0] * 4
+    assert job.samples() == SAMPLES * EPOCHS

@@ -654,16 +654,19 @@ def composed(folder: str, rank: int, size: int) -> None:
 def training(
     folder: str, rank: int, size: int, steps: int, pause: float, how: str = "", backend: str = BACKEND
 ) -> None:
-    """Train slowly with DDP or FSDP2. One rank ends in the middle in some way, and each says what it saw, and when.
+    """Train slowly with DDP, FSDP2 or HSDP. One rank ends in the middle, and each says what it saw, and when.
 
     Rank 1 is killed, is frozen, raises, or leaves in step 5, as ``how`` says.
     """
     start(folder, rank, size, backend=backend)
-    if how.startswith("sharded"):
+    way, _, end = how.rpartition(" ")
+    if way:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        shape, names = ((size,), ("shard",)) if way == "sharded" else ((2, size // 2), ("replicate", "shard"))
         model: nn.Module = net()
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     else:
         model = nn.parallel.DistributedDataParallel(net())
     optimizer, since = torch.optim.AdamW(model.parameters(), lr=0.01), time.monotonic()
@@ -672,7 +675,7 @@ def training(
         for number in range(steps):
             if number == 5 and rank == 1:
                 say("pid", os.getpid())
-                _end(how.removeprefix("sharded "))
+                _end(end)
             since = time.monotonic()
             step(model, optimizer, number)
             say("step", number)

@@ -163,7 +163,6 @@ def connect(
         world_size=world_size or 0,
         timeout=float(timeout),
         offer=offer_of(plane),
-        key=secrets.token_hex(16),
     )
     wish = Wish(url, what, channel, wire, float(reconnect))
     if wish.url is None:
@@ -256,6 +255,7 @@ def _no_url(wish: Wish, said: Said) -> InvalidArgumentError:
 def join(wish: Wish) -> Worker:
     """Join the group at a coordinator. A worker that joins a running group does so again if that is interrupted."""
     until = time.monotonic() + wish.join.timeout
+    wish = replace(wish, join=replace(wish.join, key=secrets.token_hex(16)))
     while True:
         connection, session, lasting = _join(wish, until)
         try:

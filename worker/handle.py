@@ -150,28 +150,31 @@ class Handle(Generic[T_co]):
         # The coordinator's own deadline is as long as the worker's, and its error says more: it gets time to come.
         patience = self._timeout + VERDICT_SECONDS if timeout is None else timeout
         patience = min(max(patience, 0.0), threading.TIMEOUT_MAX)
+        first = min(patience, FIRST_SECONDS)
+        if self._wait_once(first) or self._wait_on(first, patience, looks=timeout is None):
+            self._lock.release()
+
+    def _wait_on(self, waited: float, patience: float, looks: bool) -> bool:
+        """Wait on behind the first second. Return false if it is done with a lock that is free already."""
         wait_for = self._wait_for
-        stalls = wait_for.stalls if wait_for is not None and timeout is None else None
-        waited, remind = 0.0, REMINDER_SECONDS if wait_for is not None else math.inf
-        while not self._wait_and_look(stalls, min(remind, patience - waited)):
-            waited = min(waited + remind, patience)
+        stalls = wait_for.stalls if wait_for is not None and looks else None
+        due = pause = REMINDER_SECONDS if wait_for is not None else math.inf
+        while not self._wait_and_look(stalls, min(due, patience) - waited):
+            waited = min(due, patience)
             error = DeadlineError(f"not done after {waited:g} s") if wait_for is None else wait_for.overdue(waited)
             if not self._open:
-                return
+                return False
             if waited >= patience:
                 raise error
             log.warning("%s. Waiting on, for %g s in all", error.message, patience)
-            remind *= 2
-        self._lock.release()
+            pause *= 2
+            due += pause
+        return True
 
     def _wait_and_look(self, stalls: Stalls | None, seconds: float) -> bool:
-        """Wait; behind the first second this thread counts as one that waits."""
-        first = seconds if stalls is None else min(FIRST_SECONDS, seconds)
-        if self._wait_once(first):
-            return True
-        return stalls is not None and seconds > first and self._wait_on(stalls, seconds - first)
-
-    def _wait_on(self, stalls: Stalls, seconds: float) -> bool:
+        """Wait. This thread counts as one that waits."""
+        if stalls is None or seconds <= 0:
+            return seconds > 0 and self._wait_once(seconds)
         pause = FIRST_SECONDS
         with stalls.waiting(self):
             while True:

@@ -52,8 +52,8 @@ class Asked(Protocol):
     activity: int
 
     @property
-    def shard_count(self) -> int:
-        """Number of data shards, the coordinator counted."""
+    def attended(self) -> Sequence[int]:
+        """Numbers of the data shards, beside the coordinator, that this member has made itself known to."""
 
     def ask_missing(self, key: ExchangeKey, answer: Answer, shard: int | None = None) -> bool:
         """Ask ``shard``, or the first one with the exchange. Return false if there is none."""
@@ -229,7 +229,7 @@ class _Inquiry:
                 if wait.key is not None:
                     self._ask(wait.traffic, wait.key, place)
             for traffic in self._stalls.sessions():
-                for shard in range(1, traffic.shard_count):
+                for shard in traffic.attended:  # others may have no connection yet
                     self._ask(traffic, _ANY, shard=shard)
             self.answer()
 

@@ -354,6 +354,12 @@ class Traffic:
         """Number of data shards, the coordinator counted."""
         return len(self.member.exchanges.shards)
 
+    @property
+    def attended(self) -> Sequence[int]:
+        """Numbers of the data shards, beside the coordinator, that this member has made itself known to."""
+        with self.mutex:
+            return self.member.attachment.visited
+
     def ask_missing(self, key: ExchangeKey, answer: Answer, shard: int | None = None) -> bool:
         """Ask ``shard``, or the first one with the exchange, which members it misses. Return false if there is none."""
         with self.mutex:

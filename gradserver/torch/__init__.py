@@ -13,6 +13,8 @@ Scripts need not import this package: torch does, by an entry point. docs/torch-
     ddp           gradserver's wrapper, as a subclass of torch's
     rounds        gradients of torch's own wrapper, as rounds
     rendezvous    torchrun's agents: they meet at a coordinator
+    reconfiguring process groups with members that change
+    membership    which these are, as a coordinator decides it
     errors        gradserver's errors, which are errors of torch's backends too
     private       names of torch that are not public
 """
@@ -25,17 +27,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradserver.torch.ddp import DistributedDataParallel as DistributedDataParallel
     from gradserver.torch.groups import worker as worker
+    from gradserver.torch.membership import Membership as Membership
     from gradserver.torch.rounds import Rounds as Rounds, hook as hook
 
 _HOME = {
     "DistributedDataParallel": "gradserver.torch.ddp",
+    "Membership": "gradserver.torch.membership",
     "Rounds": "gradserver.torch.rounds",
     "hook": "gradserver.torch.rounds",
     "worker": "gradserver.torch.groups",
 }
 """Modules of the public names, which are imported when they are first used."""
 
-__all__ = ["DistributedDataParallel", "Rounds", "hook", "worker"]
+__all__ = ["DistributedDataParallel", "Membership", "Rounds", "hook", "worker"]
 
 if not TYPE_CHECKING:  # type checkers go by the imports above, and so report a name that does not exist
 

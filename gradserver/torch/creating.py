@@ -43,6 +43,7 @@ from gradserver.torch.private import (
     host_of,
     uses_torchcomms,
 )
+from gradserver.torch.reconfiguring import ReconfigurableProcessGroup
 from gradserver.worker.client import Worker
 
 _KEY: Final = "gradserver"
@@ -74,11 +75,13 @@ def create(wanted: Any, options: Any) -> Any:
     ranks = tuple(wanted.global_ranks_in_group) or tuple(range(wanted.group_size))
     try:
         _check(options)
+        if getattr(wanted, "enable_reconfigure", False):
+            return _to_be_formed(wanted)
         worker = _subgroup(ranks, wanted.timeout) or _connected(wanted, ranks)
     except GradServerError as error:
         raise as_torchs(error) from error.__cause__
     operations = Operations(worker, wanted.group_rank, wanted.group_size, wanted.timeout)
-    return groups.made_of(operations, wanted.store, wanted.group_id, wanted.timeout)
+    return groups.made_of(operations, wanted.store, wanted.group_id, wanted.timeout, bool(_others()))
 
 
 def _check(options: Any) -> None:
@@ -90,8 +93,7 @@ def _check(options: Any) -> None:
             f"the backend 'gradserver' has no options, and got {type(options).__name__}: formats of the wire, means "
             f"and policies are for rounds of gradients, which gradserver.torch.DistributedDataParallel exchanges"
         )
-    by_device = backends_by_device()
-    others = sorted({name for name in by_device.values() if name != "gradserver"})
+    by_device, others = backends_by_device(), _others()
     if others and not HAS_PYTHON_BACKENDS:
         text = ",".join(f"{device}:{name}" for device, name in by_device.items())
         raise UsageError(
@@ -99,6 +101,25 @@ def _check(options: Any) -> None:
             f"{', '.join(others)} on all devices: give 'gradserver' alone, and make another group by "
             f"new_group(backend='{others[0]}')"
         )
+
+
+def _to_be_formed(wanted: Any) -> Any:
+    """Make a group that has no members yet."""
+    if others := _others():
+        raise UsageError(f"a group that is reconfigured has one backend, and this one has {others[0]!r}, too")
+
+    def formed(url: str, worker: Worker) -> None:
+        if not wanted.global_ranks_in_group:
+            _roots.append(Root(url, worker, os.getpid(), tuple(range(worker.world_size))))
+
+    return ReconfigurableProcessGroup(
+        wanted.group_rank, wanted.group_size, wanted.store, wanted.group_id, wanted.timeout, formed
+    )
+
+
+def _others() -> list[str]:
+    """Return the backends of other devices of the group that torch makes just now."""
+    return sorted({name for name in backends_by_device().values() if name != "gradserver"})
 
 
 def _subgroup(ranks: tuple[int, ...], timeout: timedelta) -> Worker | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ class DistributedDataParallel(OfGradserver, _Kin):  # type: ignore[misc] # join:
         GradServerError: as in `gradserver.DistributedDataParallel`.
     """
 
+    of_the_connection: ClassVar[tuple[str, ...]] = (*OfGradserver.of_the_connection, "_given_group")
+
     def __init__(
         self,
         module: nn.Module,
@@ -71,9 +73,10 @@ class DistributedDataParallel(OfGradserver, _Kin):  # type: ignore[misc] # join:
     ) -> None:
         if worker is None:
             worker = worker_of(process_group)
+        self.__dict__["_given_group"] = process_group  # a Module takes attributes behind its own __init__ only
         super().__init__(module, worker, device_ids=device_ids, output_device=output_device, dim=dim, **options)
 
     @property
     def process_group(self) -> Any:  # type: ignore[override] # torch's is an attribute
-        """The default process group. None if there is none."""
-        return dist.group.WORLD
+        """The process group: the one that was given, else the default one. None if there is none."""
+        return self.__dict__.get("_given_group") or dist.group.WORLD

@@ -217,9 +217,9 @@ def worker(group: Any = None) -> Worker:
     return found.operations.worker
 
 
-def made_of(operations: Operations, store: Store, name: str, timeout: timedelta) -> Any:
+def made_of(operations: Operations, store: Store, name: str, timeout: timedelta, beside: bool) -> Any:
     """Return the object that this torch takes for a group."""
     admit_monitored_barrier(lambda group: isinstance(group, _Common))
-    if HAS_PYTHON_BACKENDS:
+    if HAS_PYTHON_BACKENDS and beside:
         return BackendGradServer(operations, store, name, timeout)
     return ProcessGroupGradServer(operations, store, name)

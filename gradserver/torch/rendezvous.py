@@ -95,7 +95,6 @@ NAME: Final = "gradserver"
 _CLOSED: Final = "it has closed the rendezvous"
 """The reason of an agent that leaves for good. Others read it in the status."""
 _AGAIN: Final = "it begins a new rendezvous"
-_LAUNCHER: Final = "it is an agent of torchrun"
 _JOIN_SECONDS: Final = 600.0
 _GATHER_SECONDS: Final = 30.0
 _RECONNECT_SECONDS: Final = 30.0
@@ -106,6 +105,37 @@ _OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable of torch with which rank 0 of the training makes a store of its own."""
 _INTERRUPTED: Final = PeerError, MembershipChangedError, DeadlineError, CoordinatorError
 """Errors with which an agent tries again: another one is lost, or the coordinator."""
+
+
+class Words(NamedTuple):
+    """Words about those that meet, as their user knows them.
+
+    Attributes:
+        kind: first part of their groups' names.
+        them: what they are.
+        number: option for their number.
+        hint: question about a coordinator that is not there.
+        patience: option for the time that they wait.
+        trouble: why they have no devices.
+    """
+
+    kind: str
+    them: str
+    number: str
+    hint: str
+    patience: str
+    trouble: str
+
+
+AGENTS: Final = Words(
+    "torchrun",
+    "nodes",
+    "--nnodes",
+    "and is --rdzv-endpoint right? An agent starts one if the endpoint is its own machine",
+    "--rdzv-conf join_timeout=SECONDS",
+    "it is an agent of torchrun",
+)
+"""Agents of torchrun."""
 
 
 class Wanted(NamedTuple):
@@ -121,6 +151,7 @@ class Wanted(NamedTuple):
         reach: seconds within which the coordinator and the store have to answer.
         address: this node's address, for the others; None to find it out.
         is_host: whether this agent starts a coordinator where there is none.
+        words: words about those that meet: agents of torchrun, or processes of a training.
     """
 
     run: str
@@ -132,11 +163,12 @@ class Wanted(NamedTuple):
     reach: float
     address: str | None
     is_host: bool
+    words: Words = AGENTS
 
     @property
     def group(self) -> str:
         """The group of the agents."""
-        return f"torchrun/{self.run}"
+        return f"{self.words.kind}/{self.run}"
 
     @property
     def mark(self) -> str:
@@ -440,9 +472,10 @@ class Rendezvous(RendezvousHandler):
         host, port = parse_url(self._url)
         if self._wanted.is_host and (port == 0 or not _listens(self._url)):
             self._start(host.strip("[]"), port)
-        hint = "and is --rdzv-endpoint right? An agent starts one if the endpoint is its own machine"
         patience = until - time.monotonic()
-        reach(self._url, max(patience if self._names else min(patience, self._wanted.reach), 0.0), hint)
+        reach(
+            self._url, max(patience if self._names else min(patience, self._wanted.reach), 0.0), self._wanted.words.hint
+        )
         os.environ.setdefault(URL, self._url)
 
     def _start(self, host: str, port: int) -> None:
@@ -458,7 +491,9 @@ class Rendezvous(RendezvousHandler):
     def _let_in(self, group: str, size: int, until: float) -> Worker:
         """Join a group, and wait for the others."""
         # It says that it has no devices, without a look at them: a launcher leaves them alone.
-        offer = offer_of(TCP)._replace(plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=_LAUNCHER)
+        offer = offer_of(TCP)._replace(
+            plane=AUTO, torch=str(torch.__version__), backends=(GLOO,), trouble=self._wanted.words.trouble
+        )
         left = float(max(math.ceil(until - time.monotonic()), 1))
         wish = Wish(self._url, Join(group, self._name, -1, size, left, offer), "auto", "fp32", _RECONNECT_SECONDS)
         is_in = threading.Event()
@@ -515,14 +550,16 @@ class Rendezvous(RendezvousHandler):
             return
         has = "{}:{}".format(*group["elastic"]) if group["elastic"] else group["world_size"]
         raise RendezvousStateError(
-            f"--nnodes is {wanted.nodes}, and the coordinator at {self._url} has {has} for them. {self._remedy()}"
+            f"{wanted.words.number} is {wanted.nodes}, and the coordinator at {self._url} has {has} for them. "
+            f"{self._remedy()}"
         )
 
     def _remedy(self) -> str:
         wanted = self._wanted
+        starts = ", or an endpoint at which an agent starts a coordinator" * (wanted.words is AGENTS)
         return (
             f"Start it with `gradserver serve --groups any --workers '{wanted.group}={wanted.nodes}'`, or give a "
-            f"number of nodes that does not change, or an endpoint at which an agent starts a coordinator"
+            f"number that does not change{starts}"
         )
 
     def _meet_at_store(self, worker: Worker, until: float) -> RendezvousInfo:
@@ -564,12 +601,14 @@ class Rendezvous(RendezvousHandler):
             lost = [repr(name) for name in self._names if repr(name) not in error.message]
             more = f". Of the last rendezvous are missing: {', '.join(lost)}" if lost else ""
             return RendezvousTimeoutError(
-                f"the rendezvous {wanted.run!r} of {wanted.nodes} nodes was not complete in time: {error.message}{more}"
-                f". Nodes wait for --rdzv-conf join_timeout=SECONDS"
+                f"the rendezvous {wanted.run!r} of {wanted.nodes} {wanted.words.them} was not complete in time: "
+                f"{error.message}{more}. Their patience is {wanted.words.patience}"
             )
         if isinstance(error, InvalidWorldSizeError):
-            remedy = self._remedy() if wanted.is_elastic else "Give all nodes the same --nnodes"
-            return RendezvousStateError(f"--nnodes is {wanted.nodes}: {error.message}. {remedy}")
+            remedy = (
+                self._remedy() if wanted.is_elastic else f"Give all {wanted.words.them} the same {wanted.words.number}"
+            )
+            return RendezvousStateError(f"{wanted.words.number} is {wanted.nodes}: {error.message}. {remedy}")
         if isinstance(error, CoordinatorError | JoinRefusedError):
             return RendezvousConnectionError(error.message)
         return RendezvousError(error.message)

@@ -80,11 +80,13 @@ class Dealer:
         receive = self.socket.recv
         frame = receive(NOBLOCK, copy=False)
         frames: list[Buffer] = [frame.bytes]
-        size = _on_the_wire(frame)
+        size = len(frame)
+        size += 2 if size < _LONG_FRAME else 9  # written out, as each message passes here
         while frame.more:
             frame = receive(NOBLOCK, copy=False)
             frames.append(frame.buffer)
-            size += _on_the_wire(frame)
+            more = len(frame)
+            size += more + (2 if more < _LONG_FRAME else 9)
         if self._under_way is not None:
             self._under_way.taken += size
         return frames
@@ -131,8 +133,3 @@ class Dealer:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
             self.socket.close(linger=linger_ms)
-
-
-def _on_the_wire(frame: zmq.Frame) -> int:
-    size = len(frame)
-    return size + (2 if size < _LONG_FRAME else 9)

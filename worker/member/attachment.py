@@ -43,6 +43,11 @@ class Attachment:
         if (attending := self._attending.pop(shard, None)) is not None:
             self._effects.complete(attending)
 
+    @property
+    def visited(self) -> list[int]:
+        """Data shards that know of this member, or will."""
+        return self._visited[:]
+
     def attends(self, shard: int) -> bool:
         """Return true if this worker waits until ``shard`` lets it in."""
         return shard > 0 and shard in self._attending

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class DistributedDataParallel(WithNorms, LikeTorch, WrappedModule):
             errors.
     """
 
-    of_the_connection = ("worker", "_rounds", "_backward")
+    of_the_connection: ClassVar[tuple[str, ...]] = ("worker", "_rounds", "_backward")
     _rounds: Rounds
 
     def __init__(

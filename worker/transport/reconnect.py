@@ -140,7 +140,7 @@ class ReconnectingChannel:
                 raise ClosedError("this worker is closed")
             channel = self._channel if self._up.is_set() else self._trying if self._introduced else None
         is_for_open = type(message) is Push or (shard > 0 and type(message) is Leave)
-        if channel is None or (is_for_open and self.resumption.is_held(shard)):  # a shard may have no connection yet
+        if channel is None or not channel.reaches(shard) or (is_for_open and self.resumption.is_held(shard)):
             return
         try:
             channel.send(message, payloads, shard)

@@ -160,6 +160,10 @@ class TcpChannel:
             self._listen(line)
         self._wake()
 
+    def reaches(self, shard: int) -> bool:
+        """Return true if there is a connection to ``shard``: they are made one after the other."""
+        return shard < len(self._lines)
+
     def _listen(self, line: Line) -> None:
         self._monitors[line.monitor_fd] = line
         for descriptor in (line.socket_fd, line.monitor_fd):

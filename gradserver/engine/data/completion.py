@@ -219,12 +219,13 @@ def _tell(
         weight = counting(group, given, nonfinite)
         weights = tuple(-own if member_id in nonfinite else own for member_id, own in enumerate(weights))
 
-    said = Said(key, weight, lacking, weights)
-    proof = _proof(group, exchange, piece, payload, said, facts)
+    proof = b""
+    if group.proofs is not None:
+        proof = _proof(group, exchange, piece, payload, Said(key, weight, lacking, weights), facts)
 
     def result(present: bool, slices: int, is_placed: bool) -> Result:
         own = tuple(facts.squares[: 2 * slices]) if present else ()
-        told = lacking, weights, nonfinite, own, proof_of(proof, 0, slices)
+        told = lacking, weights, nonfinite, own, proof_of(proof, 0, slices) if proof else proof
         return Result(key, start, weight, present, slices, is_placed, over, *told)
 
     placed = empty = run = None  # made when a member is to get them: most often all get the same one
