@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from gradserver.protocol.exchange import ExchangeKey, Stream
 from gradserver.protocol.means import mean_of
 from gradserver.reducer import reduce
 from gradserver.tools.chaos import generator, recount, tally
-from gradserver.tools.chaos.explain import People
+from gradserver.tools.chaos.contributions import Wired
+from gradserver.tools.chaos.explain import People, search
 from gradserver.tools.chaos.oracle import LAG, PATIENCE, Oracle
 from gradserver.tools.chaos.workload import Workload
 
@@ -369,6 +371,20 @@ def test_lost_members_are_placed_by_their_ranks() -> None:
     people = People(("a", "d"), {"b": 1, "c": 1, "e": 2})
     assert people.ordered(["b", "c", "e"]) == ("a", "b", "c", "d", "e")
     assert people.ordered(["c"]) == ("a", "c", "d")
+
+
+def test_of_two_orders_with_one_result_the_ledgers_is_taken() -> None:
+    """Test a worker that is lost, and another one that joins: each had rank 1 when it began. Its ids tell the order."""
+    people = People(("ada", "cyd"), {"bob": 1})
+    case: Any = SimpleNamespace(
+        given=lambda name: (name, 1.0, None), fits=lambda *_: Wired(np.zeros(1)), parts_of=lambda _: iter([{}])
+    )
+    told = ("ada", "cyd", "bob")
+    found = search(case, people, 0, [told])
+    assert found is not None
+    assert found[1].order == told
+    for wrong in (("ada", "bob"), ("ada", "cyd", "dan"), ("ada", "cyd", "cyd"), ()):
+        assert not people.may_be(wrong)
 
 
 def test_a_ledger_whose_digests_say_nothing() -> None:

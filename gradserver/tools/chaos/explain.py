@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
@@ -107,6 +107,11 @@ class People(NamedTuple):
         """Order the sure workers and ``some`` of the others, each at its probable place."""
         return self.placed([(self.perhaps[name], name) for name in some])
 
+    def may_be(self, order: Sequence[str]) -> bool:
+        """Tell whether ``order`` can be that of the contributors: none is missing, unknown or there twice."""
+        some, sure = set(order), set(self.sure)
+        return len(some) == len(order) and sure <= some <= sure | self.perhaps.keys()
+
     def placed(self, places: Sequence[tuple[int, str]]) -> tuple[str, ...]:
         """Order the sure workers and others, each behind the given number of sure ones. Ties keep their order."""
         order: list[str] = []
@@ -116,28 +121,27 @@ class People(NamedTuple):
         return tuple(order)
 
 
-def search(case: Case, people: People, seen: int, before: Sequence[str] | None = None) -> tuple[Wired, Account] | None:
+def search(case: Case, people: People, seen: int, likely: Iterable[Sequence[str]] = ()) -> tuple[Wired, Account] | None:
     """Search a mean with the fingerprint ``seen``, of all sure workers and some of the others, in full or in part.
 
-    A lost worker can have contributed to one bucket and not to the next. The order ``before``, which fitted the last
-    bucket, is therefore only where the search begins.
+    A lost worker can have contributed to one bucket and not to the next. So the ``likely`` orders, such as the one
+    that fitted the last bucket, are only where the search begins.
     """
     rows = {name: case.given(name) for name in (*people.sure, *people.perhaps)}
-    for order, cut in itertools.islice(_accounts(case, people, before), _TRIES):
+    for order, cut in itertools.islice(_accounts(case, people, likely), _TRIES):
         if (result := case.fits([rows[name] for name in order], cut, seen)) is not None:
             return result, Account(order, cut)
     return None
 
 
-def _accounts(case: Case, people: People, before: Sequence[str] | None) -> Iterator[Account]:
-    for order in _orders(people, before):
+def _accounts(case: Case, people: People, likely: Iterable[Sequence[str]]) -> Iterator[Account]:
+    for order in _orders(people, likely):
         for cut in case.parts_of([name for name in order if name in people.perhaps]):
             yield Account(order, cut)
 
 
-def _orders(people: People, before: Sequence[str] | None) -> Iterator[tuple[str, ...]]:
-    if before is not None:
-        yield tuple(before)
+def _orders(people: People, likely: Iterable[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+    yield from (tuple(order) for order in likely if people.may_be(order))
     names = sorted(people.perhaps, key=lambda name: people.perhaps[name])
     for count in range(min(_LIKELY, len(names)) + 1):
         for some in itertools.combinations(names, count):

@@ -207,7 +207,7 @@ class Oracle:
         seen = self._agreed(number, len(buckets), book.reports)
         makers = self._contributions, self._means
         cases = [Case(self._workload, number, one, *makers, self._means.owes(one, moment)) for one in buckets]
-        found = None if self._is_lost else self._account_for(cases, people, seen)
+        found = None if self._is_lost else self._account_for(cases, people, seen, self._told(number, book.record))
         accounts = [account for _, account in found] if found is not None else None
         self._count(people, buckets, accounts)
         self._audit(number, book, people, cases, found)
@@ -266,11 +266,18 @@ class Oracle:
 
     # ── contributors, as results show ─────────────────────────────────────────────────────────────────────
 
-    def _account_for(self, cases: Sequence[Case], people: People, seen: Sequence[int]) -> Found | None:
-        """Find each bucket's mean and its contributors. None if no result was reported, or one is no mean."""
+    def _account_for(
+        self, cases: Sequence[Case], people: People, seen: Sequence[int], told: Sequence[str]
+    ) -> Found | None:
+        """Find each bucket's mean and its contributors. None if no result was reported, or one is no mean.
+
+        The search begins with the order of the last bucket, and that which the ledger has ``told``. Behind a lossy wire
+        several orders can have one result, and another remainder, which shows only in a later round. Ranks do not
+        always tell the order: those of a worker that is lost and of one that joins are of different memberships.
+        """
         found: Found = []
         for case, one in zip(cases, seen, strict=False):
-            fit = search(case, people, one, found[-1][1].order if found else None)
+            fit = search(case, people, one, [*(account.order for _, account in found[-1:]), told])
             if fit is None:
                 kind, text = "wrong", "is wrong, as many were before it"
                 if self.found.total() < _TOLD:
@@ -366,6 +373,11 @@ class Oracle:
             name = self._name(member_id, number)
             if weight and name in inputs and inputs[name] % recount.MODULUS != record.inputs[member_id]:
                 self._say("wrong", f"round {number}: what was summed of {name} is not its contribution")
+
+    def _told(self, number: int, record: RoundRecord | None) -> tuple[str, ...]:
+        """Return the contributors to a round that the ledger has, in the order of member ids."""
+        weights = () if record is None else record.weights
+        return tuple(self._name(member_id, number) for member_id, weight in enumerate(weights) if weight > 0)
 
     def _name(self, member_id: int, number: int) -> str:
         # A learner contributes to one round before it is a member, and no other worker can have its member id then.
