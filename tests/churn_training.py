@@ -241,7 +241,11 @@ class _Replica:
 def _plain(worker: gradserver.Worker, case: Case, place: Place, chance: random.Random) -> Told | None:
     told, replica = _Told(), _Replica(worker, case, place)
     data = _ranges(worker, chance)
-    for epoch in data.epochs(EPOCHS):
+    while True:
+        if data.finished():
+            data.next_epoch()
+        if (epoch := data.epoch) >= EPOCHS:
+            break
         while True:
             if told.stops:
                 return None

@@ -169,6 +169,28 @@ def test_a_late_member_has_its_samples_until_it_uses_or_returns_them(late: str) 
         assert claim(harness, 0, 2, 9, round_number=1) == ((6, 10),)
 
 
+def test_a_late_member_hears_that_it_is_behind_the_round_that_used_the_last_samples() -> None:
+    """Test the question whether an epoch is finished. Of an epoch before, it is for all."""
+    harness = late_of_three("keep")
+    for rank in (0, 1):
+        claim(harness, rank, 1, 5)
+        use(harness, rank, 0, ((5 * rank, 5 * rank + 5),))
+        give(harness, rank, 0)
+    harness.wait(1.0)
+    answers = [(rank, number) for rank, number in ((0, 1), (1, 1), (2, 0))]
+    for rank, number in answers:
+        harness.receive(SEATS + rank, Claim("data", 2, 0, 0, number))
+    assert [told(harness, rank) for rank, _ in answers] == [
+        [(Claimed("data", 2, 0, True), ())],
+        [(Claimed("data", 2, 0, True), ())],
+        [(Claimed("data", 2, 0, True, behind=True), ())],
+    ]
+    harness.receive(SEATS, Claim("data", 3, 1, 1, 1))
+    assert told(harness, 0) == [(Claimed("data", 3, 1, False), ((0, 1),))]
+    harness.receive(SEATS + 2, Claim("data", 3, 0, 0, 0))
+    assert told(harness, 2) == [(Claimed("data", 3, 0, True), ())]
+
+
 def test_a_round_waits_for_a_late_member_with_the_last_samples() -> None:
     harness = late_of_three("drop")
     claim(harness, 2, 1, 10)

@@ -77,7 +77,8 @@ class Claim(MessageKind):
 class Claimed(MessageKind):
     """The answer that the payload's ranges, perhaps none, are the worker's own. ``finished``: all are used up.
 
-    If there is a ``holder``, they are that member's, and this worker is a witness that computes them, too.
+    If there is a ``holder``, they are that member's, and this worker is a witness that computes them, too. A worker
+    that asks ``behind`` the others' round is late, and lacks the results of rounds in which they used the last ones.
     """
 
     name: Name
@@ -85,6 +86,7 @@ class Claimed(MessageKind):
     epoch: Seed
     finished: Flag
     holder: AnyRank = -1
+    behind: Flag = False
 
 
 @message(34, Payloads.one(MAX_RANGES_BYTES))

@@ -175,16 +175,24 @@ class DataRanges:
         return self._indices(batch.ranges)
 
     def finished(self) -> bool:
-        """Return true if every sample of the epoch is used. Between two rounds, all members get the same answer."""
+        """Return true if every sample of the epoch is used. Between two rounds, all members get the same answer.
+
+        A member that is late, with a quorum or backups, has no samples any more, and yet false: it takes part until it
+        has the results of the last rounds.
+        """
+        return (answer := self._ask_finished()) is not None and answer.finished and not answer.behind
+
+    def _ask_finished(self) -> Claimed | None:
+        """Ask whether the epoch is finished; None if this worker has samples of it itself."""
         self._register()
         self._collect()
         if self._left or self._drawn:
-            return False
+            return None
         answer: Claimed
         answer, _ = self._claim(0).wait()
         if not answer.finished:
             self._pause()
-        return answer.finished
+        return answer
 
     def _pause(self) -> None:
         """Wait a moment, if this worker has asked in vain before: what is left is another's, which has yet to use it.
@@ -200,10 +208,13 @@ class DataRanges:
         self.epoch, self._order = self.epoch + 1, None
 
     def epochs(self, stop: int) -> Iterator[int]:
-        """Yield each epoch's number, from the present one up to ``stop``; more than once if samples came back."""
+        """Yield each epoch's number, from the present one up to ``stop``; more than once if samples came back.
+
+        Each time there is one `Job.batches` or `DistributedDataParallel.join`, which wait for members that are late.
+        """
         self._register()  # the group may be in a later epoch
         while self.epoch < stop:
-            if self.finished():
+            if (answer := self._ask_finished()) is not None and answer.finished:
                 self.next_epoch()
             else:
                 yield self.epoch

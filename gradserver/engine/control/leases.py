@@ -134,7 +134,9 @@ def _claim(group: Group, member_id: int, message: Claim, returned: Ranges, effec
     if message.audit and ranges:
         present, policy = group.members.by_id, group.policy
         group.leases.audits.hold(member_id, message, ranges, policy.audit, use.order.seed, present, policy.mean)
-    return Claimed(use.name, number, found, found < use.epoch or use.finished), ranges
+    is_before = found < use.epoch
+    behind = use.finished and not is_before and message.round < group.rounds.number
+    return Claimed(use.name, number, found, is_before or use.finished, behind=behind), ranges
 
 
 def _check_quota(group: Group, member_id: int, message: Question | Used, nbytes: int, returns: bool = False) -> None:
