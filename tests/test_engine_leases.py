@@ -8,9 +8,12 @@ from gradserver.engine.commands import Command, Log, Record, Send
 from gradserver.engine.data_records import Claim as HandedOut, Committed, Data
 from gradserver.engine.policy import Policy, lateness_of
 from gradserver.engine.records import Cut, Round
+from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.errors import DisagreementError, GradServerError, MalformedMessageError, UnexpectedMessageError
+from gradserver.protocol.exchange import Op
 from gradserver.protocol.messages import Failure, Membership, Result, Scope
 from gradserver.protocol.messages.leases import Claim, Claimed, Located, Register, Used
+from gradserver.protocol.plan import Plan, simple_plan
 from gradserver.protocol.ranges import Ranges, count, pack, unpack
 from tests.elastic_harness import Step
 from tests.engine_harness import SEATS, Harness, bucket, floats, plan_of
@@ -120,6 +123,24 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
     assert isinstance(written, Round)
     assert written.used_up == (Committed("data", 0, 0, False, ((0, 2),)), Committed("data", 0, 1, True, ((3, 5),)))
     assert claim(harness, 0, 3, 9) == ((6, 8),), "a member that gave nothing used nothing"
+
+
+def test_a_departed_member_of_which_only_the_word_before_the_means_counted_used_nothing() -> None:
+    """Test local SGD's plan: a maximum, and then the means in which samples are."""
+    harness = Harness({"default": Policy(1, 2)})
+    word = simple_plan([("word", 3)], FLOAT32, Op.MAX)
+    harness.assemble(2, Plan((*word.buckets, *plan_of(2).buckets)))
+    for rank in range(2):
+        harness.receive(SEATS + rank, REGISTER, b"")
+        harness.sent(rank)
+        claim(harness, rank, 1, 3)
+        use(harness, rank, 0, ((3 * rank, 3 * rank + 3),))
+    give(harness, 1, 0, 0)
+    harness.lose(1)
+    (written,) = records(give(harness, 0, 0))
+    assert isinstance(written, Round)
+    assert written.used_up == (Committed("data", 0, 0, False, ((0, 3),)),)
+    assert claim(harness, 0, 2, 9, round_number=1) == ((3, 10),)
 
 
 def test_what_is_returned_is_written_down_before_it_is_told_and_others_get_it(harness: Harness) -> None:

@@ -25,7 +25,7 @@ from gradserver.engine.orders import CutRound
 from gradserver.engine.records import RoundRecord
 from gradserver.engine.reports import Late
 from gradserver.protocol.errors import LeftOutError
-from gradserver.protocol.exchange import ExchangeKey, Stream
+from gradserver.protocol.exchange import ExchangeKey, Op, Stream
 from gradserver.protocol.limits import KEPT_BYTES, KEPT_ROUNDS, MIB, MIN_SLICE_COST, SLICE_BYTES, TOLD_BYTES
 from gradserver.protocol.messages import RoundDone
 from gradserver.protocol.offers import pack_offers
@@ -51,7 +51,8 @@ def settle_all(group: Group, effects: Effects) -> None:
 
 def _over(group: Group, complete: Complete, effects: Effects) -> None:
     record = complete.record
-    weights = dict(enumerate(record.weights))
+    idle = _without_means(group, record)
+    weights = {member_id: weight for member_id, weight in enumerate(record.weights) if member_id not in idle}
     late = group.rounds.late.get(record.round, ())
     used_up = group.leases.positions.commit(record.round, group.contributors, weights, _partly(group, record), late)
     if complete.adopted and _is_written(group, record):
@@ -105,6 +106,20 @@ def _partly(group: Group, record: RoundRecord) -> dict[int, set[tuple[int, int]]
     shares = (group.shards.table.share(key, group.plans.plan.buckets[key.part].operation) for key in keys)
     whole = sum(share.layout.count for share in shares)
     return {member_id: found for member_id, found in given.items() if sum(slices for _, slices in found) < whole}
+
+
+def _without_means(group: Group, record: RoundRecord) -> set[int]:
+    """Return departed members of which something else than means counted only. Samples are in means.
+
+    Local SGD exchanges a word before the means. These can be lost with a shard, and that kept by a member.
+    """
+    plan = group.plans.plan
+    section = plan.section(record.section) if plan is not None and record.cut else None
+    if plan is None or section is None:
+        return set()
+    means = {part for part in section.parts if plan.buckets[part].operation.op is Op.MEAN}
+    gave = {member_id for member_id, part, slices in record.cut if slices and part in means}
+    return {member_id for member_id, _, _ in record.cut if means} - gave
 
 
 def tell_applied(group: Group, incarnation: int, effects: Effects) -> None:
