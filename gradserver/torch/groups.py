@@ -1,4 +1,7 @@
-"""The classes that torch sees: a whole process group, and from torch 2.14 on a backend of one."""
+"""The classes that torch sees: a whole process group, or a backend beside others in one, from torch 2.14 on.
+
+A whole group says more of its works: some C++ of torch stands between a backend in Python and the script.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,7 @@ for _name, _spellings in _SPELLINGS.items():
 
 
 class ProcessGroupGradServer(_Common, dist.ProcessGroup):
-    """A whole process group, for all devices: before torch 2.14 there is no other way from Python."""
+    """A whole process group, for all devices. Before torch 2.14 there is no other way from Python."""
 
     def __init__(self, operations: Operations, store: Store, name: str) -> None:
         super().__init__(operations.rank, operations.size)  # type: ignore[call-arg]  # torch's stubs lack it
@@ -172,7 +175,7 @@ class ProcessGroupGradServer(_Common, dist.ProcessGroup):
 
 
 class BackendGradServer(_Common, BackendBase):  # type: ignore[misc]  # torch has no types for it
-    """One of the backends of a process group, from torch 2.14 on."""
+    """One of several backends of a process group, from torch 2.14 on."""
 
     def __init__(self, operations: Operations, store: Store, name: str, timeout: timedelta) -> None:
         super().__init__(operations.rank, operations.size)
@@ -218,7 +221,7 @@ def worker(group: Any = None) -> Worker:
 
 
 def made_of(operations: Operations, store: Store, name: str, timeout: timedelta, beside: bool) -> Any:
-    """Return the object that this torch takes for a group."""
+    """Return the object that torch takes for a group; one of a group with other backends ``beside`` it if there are."""
     admit_monitored_barrier(lambda group: isinstance(group, _Common))
     if HAS_PYTHON_BACKENDS and beside:
         return BackendGradServer(operations, store, name, timeout)
