@@ -200,6 +200,10 @@ class Wire:
         self._branches[number] = Branch(self, number)
         return self._branches[number]
 
+    def reaches(self, shard: int) -> bool:
+        """Return whether there is a connection to this shard."""
+        return shard < len(self.lines)
+
     def line_to(self, url: str) -> int:
         """Return the number of the connection to the data shard at ``url``."""
         found = (number for number, line in enumerate(self.lines) if number and line.process == _process_at(url))

@@ -139,6 +139,6 @@ def test_the_page_shows_what_is_declared() -> None:
 
 
 def test_a_refusal_of_a_message_names_it_and_the_field() -> None:
-    header = b"GS" + bytes([PROTOCOL_VERSION]) + msgpack.packb([1, "g", "w0", -2, 4, 60.0, []])
+    header = b"GS" + bytes([PROTOCOL_VERSION]) + msgpack.packb([1, "g", "w0", -2, 4, 60.0, [], ""])
     with pytest.raises(MalformedMessageError, match=r"^Join\.rank: expected an integer from -1 to 1023, got -2$"):
         decode([header])
