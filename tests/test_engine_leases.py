@@ -63,6 +63,14 @@ def use(harness: Harness, rank: int, round_number: int, ranges: Ranges) -> None:
     harness.receive(SEATS + rank, Used("data", 0, round_number), pack(ranges))
 
 
+def begin(harness: Harness, rank: int, used: Ranges) -> None:
+    """Have a member register, claim three samples, and say which it has used."""
+    harness.receive(SEATS + rank, REGISTER, b"")
+    harness.sent(rank)
+    claim(harness, rank, 1, 3)
+    use(harness, rank, 0, used)
+
+
 def give(harness: Harness, rank: int, round_number: int, *parts: int) -> list[Command]:
     commands: list[Command] = []
     for part in parts or (0, 1):
@@ -111,10 +119,7 @@ def test_what_the_dead_held_is_claimed_by_the_others_and_what_it_used_counts_as_
     harness = Harness({"default": Policy(1, 3)})
     harness.assemble(3, plan_of(3, 2))
     for rank in range(3):
-        harness.receive(SEATS + rank, REGISTER, b"")
-        harness.sent(rank)
-        claim(harness, rank, 1, 3)
-        use(harness, rank, 0, ((3 * rank, 3 * rank + 2),))
+        begin(harness, rank, ((3 * rank, 3 * rank + 2),))
     give(harness, 1, 0, 0)
     harness.lose(1)
     harness.lose(2)
@@ -131,10 +136,7 @@ def test_a_departed_member_of_which_only_the_word_before_the_means_counted_used_
     word = simple_plan([("word", 3)], FLOAT32, Op.MAX)
     harness.assemble(2, Plan((*word.buckets, *plan_of(2).buckets)))
     for rank in range(2):
-        harness.receive(SEATS + rank, REGISTER, b"")
-        harness.sent(rank)
-        claim(harness, rank, 1, 3)
-        use(harness, rank, 0, ((3 * rank, 3 * rank + 3),))
+        begin(harness, rank, ((3 * rank, 3 * rank + 3),))
     give(harness, 1, 0, 0)
     harness.lose(1)
     (written,) = records(give(harness, 0, 0))

@@ -172,7 +172,7 @@ class Handle(Generic[T_co]):
         return True
 
     def _wait_and_look(self, stalls: Stalls | None, seconds: float) -> bool:
-        """Wait. This thread counts as one that waits."""
+        """Wait, as a thread that counts as one that waits if there are ``stalls``."""
         if stalls is None or seconds <= 0:
             return seconds > 0 and self._wait_once(seconds)
         pause = FIRST_SECONDS

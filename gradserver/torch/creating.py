@@ -74,18 +74,18 @@ def create(wanted: Any, options: Any) -> Any:
     """Make a group: torch calls this at each of its members, with what it has `wanted` and the caller's ``options``."""
     ranks = tuple(wanted.global_ranks_in_group) or tuple(range(wanted.group_size))
     try:
-        _check(options)
+        others = _check(options)
         if getattr(wanted, "enable_reconfigure", False):
-            return _to_be_formed(wanted)
+            return _to_be_formed(wanted, others)
         worker = _subgroup(ranks, wanted.timeout) or _connected(wanted, ranks)
     except GradServerError as error:
         raise as_torchs(error) from error.__cause__
     operations = Operations(worker, wanted.group_rank, wanted.group_size, wanted.timeout)
-    return groups.made_of(operations, wanted.store, wanted.group_id, wanted.timeout, bool(_others()))
+    return groups.made_of(operations, wanted.store, wanted.group_id, wanted.timeout, bool(others))
 
 
-def _check(options: Any) -> None:
-    """Check what can be wrong before any process is asked."""
+def _check(options: Any) -> list[str]:
+    """Check what can be wrong before any process is asked. Return the backends that other devices of the group have."""
     if uses_torchcomms():
         raise UsageError(f"{TORCHCOMMS} gives all groups to torchcomms, which has no 'gradserver': unset it")
     if options is not None:
@@ -93,7 +93,8 @@ def _check(options: Any) -> None:
             f"the backend 'gradserver' has no options, and got {type(options).__name__}: formats of the wire, means "
             f"and policies are for rounds of gradients, which gradserver.torch.DistributedDataParallel exchanges"
         )
-    by_device, others = backends_by_device(), _others()
+    by_device = backends_by_device()
+    others = sorted({name for name in by_device.values() if name != "gradserver"})
     if others and not HAS_PYTHON_BACKENDS:
         text = ",".join(f"{device}:{name}" for device, name in by_device.items())
         raise UsageError(
@@ -101,11 +102,12 @@ def _check(options: Any) -> None:
             f"{', '.join(others)} on all devices: give 'gradserver' alone, and make another group by "
             f"new_group(backend='{others[0]}')"
         )
+    return others
 
 
-def _to_be_formed(wanted: Any) -> Any:
+def _to_be_formed(wanted: Any, others: list[str]) -> Any:
     """Make a group that has no members yet."""
-    if others := _others():
+    if others:
         raise UsageError(f"a group that is reconfigured has one backend, and this one has {others[0]!r}, too")
 
     def formed(url: str, worker: Worker) -> None:
@@ -115,11 +117,6 @@ def _to_be_formed(wanted: Any) -> Any:
     return ReconfigurableProcessGroup(
         wanted.group_rank, wanted.group_size, wanted.store, wanted.group_id, wanted.timeout, formed
     )
-
-
-def _others() -> list[str]:
-    """Return the backends of other devices of the group that torch makes just now."""
-    return sorted({name for name in backends_by_device().values() if name != "gradserver"})
 
 
 def _subgroup(ranks: tuple[int, ...], timeout: timedelta) -> Worker | None:
