@@ -411,15 +411,21 @@ def test_every_wrong_byte_gives_another_message_or_an_error(message: Message, pa
         ([header(0, 5, "E", "t", {}, None)], "expected an integer from 0 to 4, got 5"),
         ([header(0, 0, "E", "t", [], None)], "expected an error's fields"),
         ([header(0, 0, "E", "t", {"rank": 1.5}, None)], "expected text"),
-        ([header(1, "g", "n", 1024, 0, 1.0, NO_OFFER)], "expected an integer from -1 to 1023, got 1024"),
+        ([header(1, "g", "n", 1024, 0, 1.0, NO_OFFER, "")], "expected an integer from -1 to 1023, got 1024"),
         (
-            [header(1, "g", "n", 0, 0, 1.0, ["nccl", *NO_OFFER[1:]])],
+            [header(1, "g", "n", 0, 0, 1.0, ["nccl", *NO_OFFER[1:]], "")],
             "expected one of auto, tcp, .*, got str of length 4",
         ),
-        ([header(1, "g", "n", 0, 0, 1.0, ["auto", "tcp", "\x1b[2J", *NO_OFFER[3:]])], "expected printable ASCII of at"),
-        ([header(1, "g", "n", 0, 0, 1.0, NO_OFFER[1:])], "expected the 13 fields of a Offer, got list of length 12"),
         (
-            [header(1, "g", "n", 0, 0, 1.0, [*NO_OFFER[:8], [["H100", "", 1]] * 17, *NO_OFFER[9:]])],
+            [header(1, "g", "n", 0, 0, 1.0, ["auto", "tcp", "\x1b[2J", *NO_OFFER[3:]], "")],
+            "expected printable ASCII of at",
+        ),
+        (
+            [header(1, "g", "n", 0, 0, 1.0, NO_OFFER[1:], "")],
+            "expected the 13 fields of a Offer, got list of length 12",
+        ),
+        (
+            [header(1, "g", "n", 0, 0, 1.0, [*NO_OFFER[:8], [["H100", "", 1]] * 17, *NO_OFFER[9:]], "")],
             "a list of at most 16 items",
         ),
     ],
