@@ -18,6 +18,7 @@ import torch
 
 import gradserver
 from gradserver.protocol.errors import CollectiveMismatchError
+from gradserver.worker import meeting
 from gradserver.worker.client import Worker
 from gradserver.worker.planes import calls as calls_module, transfers as transfers_module
 from gradserver.worker.planes.calls import DirectCalls
@@ -373,6 +374,23 @@ def test_members_find_each_other_by_files_which_go_with_the_membership(
     assert [file.name for file in tmp_path.iterdir()] == ["something else"]
 
 
+@pytest.mark.parametrize("named", ["meetings", "~/meetings"])
+def test_members_find_each_other_when_their_script_has_changed_its_folder(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanged: list[str]
+) -> None:
+    (tmp_path / "meetings").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    meeting._directory.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", named)
+    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
+    with members("direct", 2) as workers:
+        monkeypatch.chdir("elsewhere")
+        assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
+    assert len(exchanged) == 2
+
+
 def test_a_worker_without_that_directory_sends_calls_over_the_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,3 +400,14 @@ def test_a_worker_without_that_directory_sends_calls_over_the_coordinator(
         monkeypatch.delenv("GRADSERVER_RENDEZVOUS_DIR")
         assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
     assert "of GRADSERVER_RENDEZVOUS_DIR, and here that is None" in caplog.text
+
+
+def test_a_host_where_the_directory_is_another_sends_calls_over_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
+    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
+    with members("direct", 2) as workers:
+        monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path / "not mounted"))
+        assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
+    assert "this host has no such folder: is GRADSERVER_RENDEZVOUS_DIR the shared one?" in caplog.text

@@ -30,6 +30,7 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -108,7 +109,7 @@ def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     if not offer.backends or offer.plane not in (AUTO, *AMONG_MEMBERS):
         return offer, None
     if directory := os.environ.get(VARIABLE):
-        return _with_folder(offer, url, Path(directory))
+        return _with_folder(offer, url, directory)
     try:
         port = Port(address_towards(*parse_target(url)))
     except OSError as error:
@@ -118,10 +119,16 @@ def with_store(offer: Offer, url: str) -> tuple[Offer, object]:
     return offer._replace(store=port.address), port
 
 
-def _with_folder(offer: Offer, url: str, directory: Path) -> tuple[Offer, object]:
+@cache
+def _directory(named: str) -> Path:
+    """Return the directory that the variable has ``named``. It is sought when a worker joins: its script may chdir."""
+    return Path(os.path.expanduser(named)).absolute()
+
+
+def _with_folder(offer: Offer, url: str, directory: str) -> tuple[Offer, object]:
     """Return ``offer`` with a folder in ``directory`` for the files of a rendezvous; and that."""
     try:
-        folder = Folder(directory.absolute())
+        folder = Folder(_directory(directory))
         return offer._replace(store=f"{address_towards(*parse_target(url))}:{folder.path.name}"), folder
     except OSError as error:
         log.warning("this worker cannot keep a rendezvous for other workers in %s: %s", VARIABLE, error)
@@ -132,7 +139,7 @@ def store_at(address: str, name: str, limit: timedelta) -> Any:
     """Return the store at ``address``, for what is called ``name`` there. Each wait in it ends after ``limit``.
 
     Raises:
-        ValueError: the address is none, or this worker does not know the directory.
+        ValueError: the address is none, or this worker does not know the directory, or its host lacks the folder.
         RuntimeError: the store cannot be reached, as torch says it.
     """
     host, _, place = address.rpartition(":")
@@ -143,8 +150,12 @@ def store_at(address: str, name: str, limit: timedelta) -> Any:
     directory = os.environ.get(VARIABLE)
     if directory is None or not _FOLDER.fullmatch(place):
         raise ValueError(f"the members meet in the folder {place!r} of {VARIABLE}, and here that is {directory!r}")
-    file = Path(directory).absolute() / place / blake2b(name.encode(), digest_size=16).hexdigest()
-    store = _torch().FileStore(str(file))
+    folder = _directory(directory) / place
+    if not folder.is_dir():  # torch's store would wait for it without an end
+        raise ValueError(
+            f"the members meet in {folder}, and this host has no such folder: is {VARIABLE} the shared one?"
+        )
+    store = _torch().FileStore(str(folder / blake2b(name.encode(), digest_size=16).hexdigest()))
     store.set_timeout(limit)
     return store
 
