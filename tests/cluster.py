@@ -40,6 +40,8 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 ROOT = Path(gradserver.__file__).resolve().parent.parent
+PATHS = os.pathsep.join((str(ROOT / "tests" / "without_compiler"), str(ROOT)))
+"""PYTHONPATH of programs that compile nothing."""
 PROGRAMS = Path(__file__).with_name("worker_programs.py")
 
 PATIENCE = 30.0
@@ -286,7 +288,7 @@ class Program:
         loaded: str = "numpy",
         as_usual: bool = False,
     ) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+        environment = {**os.environ, "PYTHONPATH": PATHS, **(environment or {})}
         self._process: subprocess.Popen[str] | Child
         if loaded and arguments[0] != "-c":
             ends_soon = loaded == "torch" and not as_usual

@@ -34,10 +34,13 @@ LOADED = {
     "numpy": ("gradserver.cli", "gradserver.daemon", "gradserver.ledger.state", "gradserver.worker.connect"),
     "torch": (
         "gradserver.cli",
+        "gradserver.local",
+        "gradserver.torch.creating",
         "gradserver.worker.connect",
         "gradserver.worker.job.job",
         "tests.without_compiler.sitecustomize",
         "torch",
+        "torch.distributed.run",
         "torch.utils.data",
     ),
 }

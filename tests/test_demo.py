@@ -35,9 +35,8 @@ from gradserver.tools.demo.processes import Processes
 from gradserver.tools.demo.reports import Done, Joined, Ready, Report, Round, Step, TooLate, from_line, to_line
 from gradserver.tools.demo.settings import TOLERANCE, Settings
 from gradserver.tools.demo.train import mean_loss, train
-from tests.cluster import Program
+from tests.cluster import PATHS, Program
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = Settings.quick(workers=2, batch=3, steps=6, seed=1)
 TEXT = b"".join(b"line %d: %d bottles of beer\n" % (n, n * n % 97) for n in range(2000))
 
@@ -50,8 +49,7 @@ def command(out: Path, *options: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    paths = os.pathsep.join(map(str, (ROOT / "tests" / "without_compiler", ROOT)))
-    return {**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"}
+    return {**os.environ, "PYTHONPATH": PATHS, "PYTHONIOENCODING": "utf-8"}
 
 
 def output_of(out: Path, *options: str, seconds: float = 100.0) -> str:

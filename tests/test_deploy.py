@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from gradserver.configuration import settings_of
+from tests.cluster import PATHS
 from tests.commands import ROOT, lines_of, parse
 
 DEPLOY = ROOT / "deploy"
@@ -79,7 +80,7 @@ class Machine:
         path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             [DEPLOY / script, *arguments],
-            env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, "PATH": path, "PYTHONPATH": PATHS, **environment},
             capture_output=True,
             text=True,
             timeout=60,

@@ -12,7 +12,7 @@ import pytest
 
 from gradserver.protocol.errors import InvalidArgumentError
 from gradserver.serving import sized
-from tests.cluster import ROOT
+from tests.cluster import PATHS
 from tests.torchrun_program import entry_points
 
 EARLY = """
@@ -54,7 +54,7 @@ def run(tmp_path: Path, script: str, *options: str, seconds: float = 30.0) -> tu
     path.write_text(script)
     command = [sys.executable, "-c", EARLY.format(seconds, 0), "run", "--nproc", "2", *options, str(path)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = PATHS
     ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, timeout=90)
     start = "gradserver run: "
     return ran.returncode, [line.removeprefix(start) for line in ran.stderr.splitlines() if line.startswith(start)]
@@ -66,7 +66,7 @@ def told_of(tmp_path: Path, script: str, word: str, come: int) -> str:
     seen = tmp_path / "seen"
     command = [sys.executable, "-c", EARLY.format(1.0, come), "run", "--nproc", "2", "train.py", str(seen)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRADSERVER_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = PATHS
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
         assert process.stderr is not None
         lines = []

@@ -25,7 +25,7 @@ from gradserver.protocol.url import parse_url
 from gradserver.status import fetch
 from gradserver.torch import rendezvous
 from gradserver.torch.rendezvous import Rendezvous, Seen, Status, create, judge
-from tests.cluster import PATIENCE, ROOT, STARTED_WITHIN, Daemon, Program, Task, together, wait_until
+from tests.cluster import PATHS, PATIENCE, ROOT, STARTED_WITHIN, Daemon, Program, Task, together, wait_until
 from tests.torchrun_program import ENTRY
 
 SOON = 5.0
@@ -474,7 +474,7 @@ class Nodes(ExitStack):
     def start(self, *options: str) -> Program:
         """Start an agent."""
         words = "--rdzv-backend=gradserver", f"--rdzv-endpoint={self.url.removeprefix('tcp://')}", "--rdzv-id=job"
-        path = os.pathsep.join([str(self._folder), str(ENTRY), str(ROOT)])
+        path = os.pathsep.join([str(self._folder), str(ENTRY), PATHS])
         program = Program(
             str(ROOT / "tests" / "torchrun_program.py"),
             str(self._folder),
