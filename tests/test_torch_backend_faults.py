@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from gradserver.protocol.errors import WorkerLostError
 from gradserver.torch.coordinator import addresses
+from gradserver.torch.errors import as_torchs
 from tests.cluster import BUSY, ROOT, STARTED_WITHIN, Daemon, Program, wait_until
 from tests.test_torch_backend import ranks
 
@@ -54,6 +57,10 @@ ENDS = "killed", "frozen", "raises", "leaves"
 LONG = [*ENDS[1::2], *(f"{way} {end}" for way in ("sharded", "replicated") for end in ENDS)]
 
 
+ELSEWHERE = [(f"replicated {end}", 3) for end in ENDS]
+"""Survivors that meet the rank in another sub-group, with another rank there."""
+
+
 @pytest.mark.parametrize("how", ["killed", "raises", *(pytest.param(how, marks=pytest.mark.long) for how in LONG)])
 def test_survivors_name_the_rank_that_has_ended(how: str, tmp_path: Path) -> None:
     size = 4 if "replicated" in how else 3
@@ -61,10 +68,22 @@ def test_survivors_name_the_rank_that_has_ended(how: str, tmp_path: Path) -> Non
         for rank in {*range(size)} - {1}:
             kind, text, seconds = failure(programs[rank])
             assert kind in ("RuntimeError", "WorkerLostError", "WorkerLeftError")
-            assert "(rank 1)" in text
+            assert f"'{socket.gethostname()}:1' (rank {0 if (how, rank) in ELSEWHERE else 1})" in text
+            assert ("[in a sub-group of global ranks 1, 3, in which rank 0 is global rank 1]" in text) == (
+                (how, rank) in ELSEWHERE
+            )
             assert seconds < (2 * FAILED_WITHIN if "frozen" in how else FAILED_WITHIN) + BUSY
-            assert programs[rank].end() == 3  # and not by a signal
+            assert programs[rank].end() == 1  # and not by a signal
     assert wait_until(lambda: not own_coordinators(), "no coordinator is left")
+
+
+def test_errors_tell_which_global_ranks_the_ranks_of_a_sub_group_are() -> None:
+    error = WorkerLostError("'b' (rank 0) was lost", worker="b", rank=0)
+    assert str(as_torchs(error, (0, 1))) == str(error)
+    told = as_torchs(error, (3, *range(20, 40)))
+    assert isinstance(told, WorkerLostError)
+    assert str(told).startswith("'b' (rank 0) was lost [in a sub-group of global ranks 3, 20, 21, ")
+    assert str(told).endswith(", 34, …, in which rank 0 is global rank 3]")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gradserver.engine.policy import Policy
 from gradserver.protocol.errors import (
+    CoordinatorError,
     CoordinatorUnreachableError,
     GradServerError,
     InvalidArgumentError,
@@ -26,7 +27,7 @@ from gradserver.protocol.errors import (
     UsageError,
 )
 from gradserver.protocol.limits import OTHERS
-from gradserver.torch import coordinator as started
+from gradserver.torch import coordinator as started, reconfiguring
 from gradserver.torch.creating import create
 from gradserver.torch.membership import Membership
 from gradserver.torch.private import c10d
@@ -201,6 +202,20 @@ def test_without_a_coordinator_that_rank_0_tells_of_nobody_waits_for_ever(monkey
     said = "rank 0 of the new group, .*, has told no coordinator in 0.5 s"
     with pytest.raises(CoordinatorUnreachableError, match=said):
         reconfigure(b, 1, handles, 0.5)
+
+
+def test_members_are_told_why_rank_0_has_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str | None) -> str:
+        raise CoordinatorError("rank 0 could not start a coordinator (no memory)")
+
+    monkeypatch.setenv("GRADSERVER_URL", "")
+    monkeypatch.setattr(reconfiguring, "coordinator_url", fail)
+    groups = three(c10d.HashStore())[:2]
+    handles = [group.get_reconfigure_handle() for group in groups]
+    first, second = [Task(reconfigure, group, 1, handles) for group in groups]
+    first.error(CoordinatorError)
+    error = second.error(CoordinatorUnreachableError)
+    assert "has no coordinator. CoordinatorError: rank 0 could not start a coordinator (no memory)" in str(error)
 
 
 # ── as a coordinator decides it ───────────────────────────────────────────────────────────────────────────

@@ -682,7 +682,7 @@ def training(
             time.sleep(pause)
     except Exception as error:
         say("failed", json.dumps([type(error).__name__, str(error), time.monotonic() - since]))
-        raise SystemExit(3) from None
+        raise
     say("digest", digest(model.parameters()))
 
 

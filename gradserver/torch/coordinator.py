@@ -7,6 +7,7 @@ its standard input. Then the others are told which of them was lost. So it ends 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gradserver.protocol.errors import CoordinatorError, CoordinatorUnreachableError
 from gradserver.protocol.limits import MAX_TIMEOUT
@@ -69,6 +70,30 @@ def coordinator_url(host: str | None) -> str:
     url = numeric_url(shown, port)
     _started.append(Started(process, bind, os.getpid(), url))
     return url
+
+
+def tell(store: Any, key: str, find: Callable[[], str], **more: object) -> dict[str, Any]:
+    """Tell the other ranks, by a ``key`` of torch's store, the URL that is found, or why there is none.
+
+    Return what they are told: ``url`` or ``error``, this ``host``, and ``more``. Errors of ``find`` are raised, too.
+    """
+    told = {"host": socket.gethostname(), **more}
+    try:
+        told["url"] = find()
+    except Exception as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        store.set(key, json.dumps(told))
+    return told
+
+
+def hear(store: Any, key: str) -> dict[str, Any]:
+    """Wait for what rank 0 tells, and return it. CoordinatorUnreachableError with its reason if it has none."""
+    told: dict[str, Any] = json.loads(store.get(key))
+    if "error" in told:
+        raise CoordinatorUnreachableError(f"rank 0, on {told['host']}, has no coordinator. {told['error']}")
+    return told
 
 
 def start(bind: str, *elastic: str) -> tuple[subprocess.Popen[str], int]:

@@ -11,7 +11,6 @@ one name, one after the other. Rank 0 tells the others, under the number of the 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import uuid
@@ -20,7 +19,6 @@ from typing import Any, Final, NamedTuple
 
 import gradserver
 from gradserver.protocol.errors import (
-    CoordinatorUnreachableError,
     DisagreementError,
     GradServerError,
     InvalidArgumentError,
@@ -32,7 +30,7 @@ from gradserver.protocol.limits import MAX_TIMEOUT
 from gradserver.protocol.log import log
 from gradserver.protocol.url import parse_target
 from gradserver.torch import groups
-from gradserver.torch.coordinator import REACHING_SECONDS, URL, coordinator_url, reach
+from gradserver.torch.coordinator import REACHING_SECONDS, URL, coordinator_url, hear, reach, tell
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.operations import Operations
 from gradserver.torch.private import (
@@ -80,7 +78,7 @@ def create(wanted: Any, options: Any) -> Any:
         worker = _subgroup(ranks, wanted.timeout) or _connected(wanted, ranks)
     except GradServerError as error:
         raise as_torchs(error) from error.__cause__
-    operations = Operations(worker, wanted.group_rank, wanted.group_size, wanted.timeout)
+    operations = Operations(worker, wanted.group_rank, wanted.group_size, wanted.timeout, ranks)
     return groups.made_of(operations, wanted.store, wanted.group_id, wanted.timeout, bool(others))
 
 
@@ -148,35 +146,29 @@ def _connected(wanted: Any, ranks: tuple[int, ...]) -> Worker:
 def _agreed(store: Store, rank: int, group: str) -> tuple[str, str]:
     """Return the coordinator's URL and the group's name, which rank 0 decides."""
     attempt, own = _attempt(store, rank), os.environ.get(URL)
+    key = f"{_KEY}/{attempt}"
+
+    def found() -> str:
+        return _checked(own or (_roots[0].url if _roots else "") or coordinator_url(host_of(store)))
+
     if rank == 0:
-        told = {"host": socket.gethostname(), "group": os.environ.get(GROUP) or group, "given": bool(own)}
-        try:
-            told["url"] = own or (_roots[0].url if _roots else "") or coordinator_url(host_of(store))
-            _check_url(str(told["url"]))
-        except Exception as error:
-            told["error"] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            store.set(f"{_KEY}/{attempt}", json.dumps(told))
+        told = tell(store, key, found, group=os.environ.get(GROUP) or group, given=bool(own))
     else:
-        told = json.loads(store.get(f"{_KEY}/{attempt}"))
-    if "error" in told:
-        raise CoordinatorUnreachableError(f"rank 0, on {told['host']}, has no coordinator. {told['error']}")
+        told = hear(store, key)
     if own and not told["given"]:
         raise DisagreementError(
             f"{URL} is {own} at this rank {rank}, and not set at rank 0, on {told['host']}, which has started a "
             f"coordinator at {told['url']}: set it for all ranks, or for none"
         )
-    url = own or str(told["url"])
-    _check_url(url)
-    return url, str(told["group"])
+    return _checked(own or str(told["url"])), str(told["group"])
 
 
-def _check_url(url: str) -> None:
+def _checked(url: str) -> str:
     try:
         parse_target(url)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{URL} in the environment: {error.message}") from None
+    return url
 
 
 def _attempt(store: Store, rank: int) -> int:

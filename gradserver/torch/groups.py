@@ -114,7 +114,7 @@ def _forward(name: str) -> Callable[..., Any]:
         try:
             work = getattr(self.operations, name)(*given, **more)
         except GradServerError as error:
-            raise as_torchs(error) from None
+            raise as_torchs(error, self.operations.ranks) from None
         if profiling is not None and isinstance(work, GradServerWork):
             work.ends(profiling)
         return work

@@ -56,10 +56,11 @@ class Operations:
         rank: its rank.
         size: number of ranks.
         timeout: limit of waits that name none.
+        ranks: ranks of the members in the default group; nothing if it is that.
     """
 
-    def __init__(self, worker: Worker, rank: int, size: int, timeout: timedelta) -> None:
-        self.worker, self.rank, self.size = worker, rank, size
+    def __init__(self, worker: Worker, rank: int, size: int, timeout: timedelta, ranks: tuple[int, ...] = ()) -> None:
+        self.worker, self.rank, self.size, self.ranks = worker, rank, size, ranks
         self.sequence = 0
         self._resolvers = Resolvers()
         self.set_timeout(timeout)
@@ -338,7 +339,7 @@ class Operations:
             self.worker.barrier(timeout=seconds)
         except (DeadlineError, PeerError) as error:
             text = self._names_missing(error, seconds, wait_all_ranks)
-            raise as_torchs(type(error)(text, **error.fields)) from None
+            raise as_torchs(type(error)(text, **error.fields), self.ranks) from None
 
     def _names_missing(self, error: DeadlineError | PeerError, seconds: float, wait_all_ranks: bool) -> str:
         if self.rank:
@@ -405,7 +406,7 @@ class Operations:
         source: int = -1,
     ) -> GradServerWork:
         self.sequence += 1
-        return GradServerWork(self._resolvers, handles, finish, value, chosen.seconds, source)
+        return GradServerWork(self._resolvers, handles, finish, value, chosen.seconds, source, self.ranks)
 
     def _check_whole(self) -> None:
         """Raise UsageError if the group may go on without a member: torch's callers count on all of them."""

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import gradserver
 from gradserver.protocol.errors import CoordinatorUnreachableError, GradServerError, MalformedMessageError, UsageError
 from gradserver.protocol.limits import MAX_TIMEOUT
-from gradserver.torch.coordinator import REACHING_SECONDS, URL, coordinator_url, reach
+from gradserver.torch.coordinator import REACHING_SECONDS, URL, coordinator_url, hear, reach, tell
 from gradserver.torch.errors import as_torchs
 from gradserver.torch.groups import MADE, ProcessGroupGradServer
 from gradserver.torch.operations import Operations
@@ -64,7 +64,7 @@ class _Unformed:
     """Operations of a group without members: none."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.sequence = rank, size, 0
+        self.rank, self.size, self.ranks, self.sequence = rank, size, (), 0
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(
@@ -144,9 +144,7 @@ class ReconfigurableProcessGroup(ProcessGroupGradServer):
     def _agreed(self, key: str, rank: int, first: str, seconds: float) -> str:
         """Return the URL of the coordinator of rank 0, which tells it by the store."""
         if rank == 0:
-            url = coordinator_url(host_of(self._store))
-            self._store.set(key, url)
-            return url
+            return str(tell(self._store, key, lambda: coordinator_url(host_of(self._store)))["url"])
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -154,7 +152,7 @@ class ReconfigurableProcessGroup(ProcessGroupGradServer):
                 f"rank 0 of the new group, {first}, has told no coordinator in {seconds:g} s. Has it called "
                 f"_reconfigure with the same handles and uuid? If its store is another one, set {URL} for all processes"
             ) from error
-        return str(self._store.get(key).decode())
+        return str(hear(self._store, key)["url"])
 
     def _leave(self, reason: str, aborts: bool = False) -> None:
         """Leave the group, if there is one."""

@@ -66,6 +66,7 @@ class GradServerWork(dist.Work):
         value: tensors with the result.
         seconds: limit of a wait that names none.
         source: rank that a message comes from; -1 for anything else.
+        ranks: ranks of the group's members in the default group, for errors.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class GradServerWork(dist.Work):
         value: list[torch.Tensor],
         seconds: float,
         source: int = -1,
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._resolvers, self._handles, self._finish, self._value = resolvers, handles, finish, value
-        self._seconds, self._source = seconds, source
+        self._seconds, self._source, self._ranks = seconds, source, ranks
         self._from_any = [handle for handle in handles if isinstance(handle, AnySource)]
         self._completing, self._making = threading.Lock(), threading.Lock()
         self._over = False
@@ -202,7 +204,7 @@ class GradServerWork(dist.Work):
                 if self._finish is not None:
                     self._finish()
         except DeadlineError as error:
-            raise as_torchs(error) from None
+            raise as_torchs(error, self._ranks) from None
         except GradServerError as error:
-            self._error = as_torchs(error)
+            self._error = as_torchs(error, self._ranks)
         self._over, self._handles, self._finish = True, (), None
