@@ -25,6 +25,7 @@ import gradserver
 from gradserver.engine import Engine
 from gradserver.engine.policy import Policy, on_non_finite
 from gradserver.local import LocalCluster
+from gradserver.protocol.compiled import loader
 from gradserver.protocol.limits import CREDIT_BYTES, OTHERS
 from gradserver.protocol.means import mean_of
 from gradserver.runtime import Runtime
@@ -32,7 +33,7 @@ from gradserver.status import fetch
 from gradserver.transport.server import TcpServer
 from gradserver.worker.client import Worker
 from gradserver.worker.connect import connect
-from tests.fork_server import Child, fork_server
+from tests.fork_server import KERNELS, Child, fork_server
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -276,8 +277,8 @@ class _Lines:
 class Program:
     """A Python process. Its ``with`` block ends it, whatever it is doing.
 
-    It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. If that is empty, or if it is no
-    module or script but a few lines, it begins with nothing. With torch it ends soon, if all has gone well and it need
+    It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. If that is empty, if it is no
+    module or script but a few lines, or if it has other kernels than the tests, it begins with nothing. With torch it ends soon, if all has gone well and it need
     not end ``as_usual``.
     """
 
@@ -289,8 +290,9 @@ class Program:
         as_usual: bool = False,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": PATHS, **(environment or {})}
+        is_as_loaded = environment.get(loader.VARIABLE, loader.AUTO) == KERNELS
         self._process: subprocess.Popen[str] | Child
-        if loaded and arguments[0] != "-c":
+        if loaded and arguments[0] != "-c" and is_as_loaded:
             ends_soon = loaded == "torch" and not as_usual
             self._process = fork_server(loaded).start(arguments, environment, ends_soon)
         else:

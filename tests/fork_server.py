@@ -1,8 +1,9 @@
 """Programs that begin with their imports done, as copies of a process that has done them once.
 
-A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. A fork
-server does them once and forks for each program, which then is a process like any other. It has its own memory,
-signals, descriptors and end. Tests of what a program loads, or of its time, start it in the usual way.
+A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch, 0.5 s for
+compiled kernels. A fork server does them once and forks for each program, which then is a process like any other. It
+has its own memory, signals, descriptors and end. Tests of what a program loads, or of its time, start it in the usual
+way, and so does any program with another choice of kernels.
 
 To take torch to pieces at the end takes 0.4 s of a processor, eight times the rest of a short program. A program that
 has ended well may leave that out.
@@ -29,6 +30,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from gradserver.protocol.compiled import loader
+
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = {
     "numpy": ("gradserver.cli", "gradserver.daemon", "gradserver.ledger.state", "gradserver.worker.connect"),
@@ -45,6 +48,8 @@ LOADED = {
     ),
 }
 """The imports of each fork server, and what these import."""
+KERNELS = os.environ.get(loader.VARIABLE, loader.AUTO)
+"""The kernels of each fork server: those that the tests are run with."""
 
 # ── as tests use it ───────────────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +102,7 @@ class ForkServer:
         self._line, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             command = [sys.executable, "-m", "tests.fork_server", loaded, str(there.fileno())]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), loader.VARIABLE: KERNELS}
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
             )
@@ -235,6 +240,8 @@ def main() -> None:
     gc.disable()
     for name in LOADED[sys.argv[1]]:
         importlib.import_module(name)
+    loader.settle(300)
+    assert threading.active_count() == 1, "a fork has one thread, and may wait for locks of the others without an end"
     gc.freeze()  # no child looks for garbage in what is loaded, which would copy all of it
     gc.enable()
     arguments, ends_soon = serve(socket.socket(fileno=int(sys.argv[2])))
