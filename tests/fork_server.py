@@ -1,9 +1,9 @@
 """Programs that begin with their imports done, as copies of a process that has done them once.
 
-A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch, 0.5 s for
-compiled kernels. A fork server does them once and forks for each program, which then is a process like any other. It
-has its own memory, signals, descriptors and end. Tests of what a program loads, or of its time, start it in the usual
-way, and so does any program with another choice of kernels.
+A short program spends most of its time on imports: 0.3 s of a processor for numpy and ZeroMQ, 2 s for torch. Compiled
+kernels take another 0.5 s. A fork server does all that once, and forks for each program. That is a process like any
+other, with its own memory, signals, descriptors and end. Tests of what a program loads, or of its time, start it in the
+usual way. So do those with another choice of kernels.
 
 To take torch to pieces at the end takes 0.4 s of a processor, eight times the rest of a short program. A program that
 has ended well may leave that out.
