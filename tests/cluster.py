@@ -289,10 +289,12 @@ class Program:
         loaded: str = "numpy",
         as_usual: bool = False,
     ) -> None:
-        environment = {**os.environ, "PYTHONPATH": PATHS, **(environment or {})}
+        environment = {**os.environ, **(environment or {})}
         is_as_loaded = environment.get(loader.VARIABLE, loader.AUTO) == KERNELS
+        is_copy = bool(loaded) and arguments[0] != "-c" and is_as_loaded
+        environment.setdefault("PYTHONPATH", PATHS if is_copy else str(ROOT))
         self._process: subprocess.Popen[str] | Child
-        if loaded and arguments[0] != "-c" and is_as_loaded:
+        if is_copy:
             ends_soon = loaded == "torch" and not as_usual
             self._process = fork_server(loaded).start(arguments, environment, ends_soon)
         else:

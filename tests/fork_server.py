@@ -43,7 +43,6 @@ LOADED = {
         "gradserver.worker.job.job",
         "tests.without_compiler.sitecustomize",
         "torch",
-        "torch.distributed.run",
         "torch.utils.data",
     ),
 }

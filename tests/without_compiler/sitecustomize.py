@@ -14,29 +14,17 @@ from types import ModuleType
 from typing import Any
 
 
-def _real(name: str) -> ModuleType:
-    """Load a module of torch's compiler. From then on nothing stands in for it."""
-    if isinstance(sys.modules.get("torch._dynamo"), _Compiler):
-        del sys.modules["torch._dynamo"]
-    return importlib.import_module(name)
+class _Rules:
+    """The function of `torch._dynamo.trace_rules` that process groups use."""
 
-
-class _Part:
-    """A module of `torch._dynamo`, with the ``functions`` of it that process groups and torch's wrapper use."""
-
-    def __init__(self, name: str, **functions: Callable[[], Any]) -> None:
-        self._name = name
-        self.__dict__.update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_real(f"torch._dynamo.{self._name}"), name)
+    @staticmethod
+    def clear_lru_cache() -> None: ...
 
 
 class _Compiler(ModuleType):
     """Functions of `torch._dynamo` that optimizers use."""
 
-    trace_rules = _Part("trace_rules", clear_lru_cache=lambda: None)
-    utils = _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    trace_rules = _Rules
 
     @staticmethod
     def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
@@ -48,7 +36,8 @@ class _Compiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
-        return getattr(_real(self.__name__), name)
+        sys.modules.pop(self.__name__, None)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 sys.modules["torch._dynamo"] = _Compiler("torch._dynamo")
