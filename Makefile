@@ -46,7 +46,7 @@ demo: $(STAMP) ## Train a small language model with two workers and a coordinato
 
 # Three processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
 test: $(STAMP) ## Run the tests, apart from the long ones
-	$(BIN)/pytest -m "not long and not trainers" --numprocesses 3 --dist worksteal $(TEST_ARGS)
+	$(BIN)/pytest -m "not long and not trainers" --numprocesses 4 --dist worksteal $(TEST_ARGS)
 
 # Without kernels: what tests all that kernels do. `make test` has them.
 test-numpy: $(STAMP) ## Run the tests of codecs and reductions without compiled kernels

@@ -57,7 +57,17 @@ def check_used_once(taken: list[list[list[int]]]) -> None:
     assert not rest
 
 
-@pytest.mark.parametrize("options", [{}, {"audit": "0.5"}, {"mean": "median"}, {"wire": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ({"audit": "0.5"}, {"mean": "median"}, {"wire": "bf16"})
+        ),
+    ],
+    ids=str,
+)
 def test_a_worker_with_a_scaled_loss_is_evicted_and_training_goes_on(options: dict[str, Any]) -> None:
     taken: list[list[list[int]]] = [[] for _ in range(WORLD)]
 

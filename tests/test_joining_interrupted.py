@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,19 @@ class LosingWelcome(Killing):
         self.kill()
 
 
-@pytest.mark.parametrize("shards", ["1", "2"])
-@pytest.mark.parametrize("workers", [["--workers", "2"], ["--workers", "1:2", "--gather", "60"]])
-@pytest.mark.parametrize("first", ["a", "b", "neither"])
+FIXED, ELASTIC = ["--workers", "2"], ["--workers", "1:2", "--gather", "60"]
+SEVERAL_AT_ONCE = [("b", FIXED), ("neither", ELASTIC)]
+"""Cases with two data shards that are no long tests."""
+
+
+@pytest.mark.parametrize(
+    ("first", "workers", "shards"),
+    [
+        pytest.param(*case, shards, marks=() if shards == "1" or case in SEVERAL_AT_ONCE else pytest.mark.long)
+        for case in product(("a", "b", "neither"), (FIXED, ELASTIC))
+        for shards in ("1", "2")
+    ],
+)
 def test_a_founder_gets_the_welcome_again_that_is_lost_with_its_coordinator(
     first: str, workers: list[str], shards: str, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_coordinator_takes_less_than_300_megabytes_for_a_gigabyte_of_gradients()
     assert peak < 300 * MEGABYTE, f"{peak / MEGABYTE:.0f} MB"
 
 
+@pytest.mark.long
 def test_coordinators_memory_does_not_grow_with_rounds() -> None:
     def train(worker: Worker, rounds: int) -> None:
         data = np.ones(1000, np.float32)

@@ -428,7 +428,11 @@ class Processes:
 
 @pytest.mark.parametrize(
     "options",
-    [("--mode", "async"), ("--mode", "bounded", "--staleness", "1"), ("--mode", "async", "--shards", "2")],
+    [
+        ("--mode", "async", "--shards", "2"),
+        ("--mode", "bounded", "--staleness", "1"),
+        pytest.param(("--mode", "async"), marks=pytest.mark.long),
+    ],
     ids=" ".join,
 )
 def test_processes_of_which_one_is_slow_hold_the_same_bits_at_the_same_version(

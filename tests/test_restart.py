@@ -114,8 +114,8 @@ class Group:
 @pytest.mark.parametrize(
     ("channel", "wire"),
     [
-        ("tcp", "fp32"),
         ("shm", "int8"),
+        pytest.param("tcp", "fp32", marks=pytest.mark.long),
         pytest.param("tcp", "int8", marks=pytest.mark.long),
         pytest.param("shm", "fp32", marks=pytest.mark.long),
     ],

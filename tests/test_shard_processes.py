@@ -312,7 +312,7 @@ def test_a_coordinator_that_stops_takes_its_shards_with_it() -> None:
         assert coordinator.complaints() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_the_others_are_told_of_a_worker_that_dies_among_shards(number: signal.Signals) -> None:
     with Daemon("--shards", "3") as coordinator, ExitStack() as stack:
         workers = exchanging(stack, coordinator.url, 3)

@@ -166,7 +166,9 @@ def test_a_worker_that_joins_while_the_books_are_open_comes_in(tmp_path: Path) -
             assert program.end() == 0
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with its coordinator"])
+@pytest.mark.parametrize(
+    "alone", [pytest.param(True, marks=pytest.mark.long), False], ids=["alone", "with its coordinator"]
+)
 def test_a_silent_shard_is_replaced_when_its_silence_is_noticed(alone: bool, tmp_path: Path) -> None:
     """Test that no recovery waits for a frozen shard: not the one that it begins, nor the next coordinator's."""
     with held(tmp_path, "tcp") as (group, shard):

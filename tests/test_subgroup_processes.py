@@ -102,7 +102,7 @@ def test_a_call_that_waits_for_others_outlives_the_coordinator(shards: int, tmp_
             worker.close()
 
 
-@pytest.mark.parametrize("channel", ["tcp", "shm"])
+@pytest.mark.parametrize("channel", [pytest.param("tcp", marks=pytest.mark.long), "shm"])
 def test_a_member_that_dies_without_a_coordinator_is_lost_to_its_sub_groups(channel: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         options = "--workers", "1:4", "--gather", "60", "--state-dir", str(tmp_path), "--dead-after", "2"

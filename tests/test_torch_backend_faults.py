@@ -266,7 +266,9 @@ def test_wrong_url_reaches_no_import_of_torch(tmp_path: Path) -> None:
     assert "InvalidArgumentError GRADSERVER_URL" in imported(tmp_path, GRADSERVER_URL="no url")
 
 
-@pytest.mark.parametrize("place", ["def _create(", "    from torch.distributed import is_available"])
+@pytest.mark.parametrize(
+    "place", ["def _create(", pytest.param("    from torch.distributed import is_available", marks=pytest.mark.long)]
+)
 def test_fault_in_the_entry_point_breaks_no_import_of_torch(place: str, tmp_path: Path) -> None:
     text = (ENTRY / "gradserver_torch_entry.py").read_text()
     at = text.index(place)
