@@ -44,7 +44,7 @@ setup: $(STAMP) ## Create .venv and install everything, pinned (other targets do
 demo: $(STAMP) ## Train a small language model with two workers and a coordinator on this machine
 	@$(BIN)/gradserver demo $(DEMO_ARGS)
 
-# Three processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
+# Four processes for two cores: some tests wait for silence to be noticed, and use no core meanwhile.
 test: $(STAMP) ## Run the tests, apart from the long ones
 	$(BIN)/pytest -m "not long and not trainers" --numprocesses 4 --dist worksteal $(TEST_ARGS)
 
