@@ -30,6 +30,7 @@ class Member:
         self._listener: socket.socket | None = listen(seat.host) if seat.ring else None
         self._ring: Ring | None = None
         self._hub: zmq.Socket[bytes] | None = None
+        self._groups: dict[str, Any] = {}
 
     @property
     def port(self) -> int:
@@ -68,6 +69,14 @@ class Member:
         """Plain pyzmq socket."""
         assert self._hub is not None, "the seat has no hub"
         return self._hub
+
+    def process_group(self, channel: str) -> Any:
+        """Return a process group of all workers with the backend "gradserver" over a channel."""
+        if channel not in self._groups:
+            os.environ["GRADSERVER_URL"] = self.seat.url
+            with _channel(channel):
+                self._groups[channel] = dist.new_group(backend="gradserver")
+        return self._groups[channel]
 
     def usage(self) -> Usage:
         """Return what this process has used so far. Bytes are counted where it has an interface to itself."""

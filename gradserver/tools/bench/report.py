@@ -267,7 +267,8 @@ NOTES = {
         "#wrong: replicas that are not bit-identical to rank 0's; tcp/this: above 1.00x this plane is faster",
     ),
     "step": (
-        "way: a plane of gradserver, or torch's DDP over gloo; none: the same step without exchange, the lower bound",
+        "way: a plane of gradserver; ddp, backend: torch's DDP over gloo, over the backend of gradserver",
+        "none: the same step without exchange, the lower bound",
         "time: median of one training step of the slowest rank; exposed: time - that without exchange",
         "limit: the longer of the step without exchange and sent bytes / rate",
         "sent: by a worker's link in a step, with headers; coord: processor time of the coordinator in a step",

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from gradserver.protocol.planes import AMONG_MEMBERS
+from gradserver.tools.bench.arguments import BACKEND
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
 from gradserver.tools.bench.places import Place
 from gradserver.tools.bench.report import Row
@@ -51,13 +52,13 @@ class Way(NamedTuple):
         return self.plane == DDP
 
     @property
-    def link(self) -> Link:
-        """Membership that it needs, unless it is torch's."""
-        return Link(self.wire, "", self.plane)
+    def links(self) -> tuple[Link, ...]:
+        """Membership that it needs, if it is not torch's: of the backend, the process group opens it."""
+        return () if self.is_torch or self.plane in (ALONE, BACKEND) else (Link(self.wire, "", self.plane),)
 
     def contender(self, settings: Settings, steps: int) -> Contender:
         """Return it as the processes know it, to train as many steps."""
-        engine = {DDP: "ddp", ALONE: "alone"}.get(self.plane, "ours")
+        engine = {DDP: "ddp", ALONE: "alone", BACKEND: BACKEND}.get(self.plane, "ours")
         options = {"settings": asdict(settings), "engine": engine, "start": powersgd_start(steps)}
         plane = self.plane if engine == "ours" else ""
         return Contender(f"{self.plane} {self.wire}", "step", self.wire, "", options, plane)
@@ -70,7 +71,7 @@ _COMPUTING: Final = Way(ALONE, "")
 def train(arguments: argparse.Namespace, session: Session) -> None:
     """Measure steps of GPTs of each size on each kind of links, and backwards that are emulated by waiting."""
     ways = [Way(*one) for one in arguments.contenders]
-    links = tuple(way.link for way in ways if not way.is_torch)
+    links = tuple(link for way in ways for link in way.links)
     for hosts, place in _places(arguments):
         where = f"{hosts.workers} hosts, {link_names(hosts)}" if hosts.rate else f"{hosts.workers} processes, loopback"
         with ExitStack() as stack:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import gradserver
+from gradserver.tools.bench.arguments import BACKEND
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
 from gradserver.tools.bench.cost import Phases, Usage, median_of
 from gradserver.tools.bench.many import ManyInThreads, ManyParameters
@@ -33,8 +34,12 @@ class Step(Contestant):
     """Complete training steps: forward, backward with an exchange, clipping, AdamW.
 
     All replicas begin with the same weights, and have the same samples at the same step. Options: `settings` of the
-    model; `engine`: ``ours``, ``ddp`` (torch's wrapper over gloo) or ``alone``, which trains without an exchange and so
-    measures computing alone; and for a PowerSGD hook `start`, the step at which it begins to compress.
+    model; `engine`; and for a PowerSGD hook `start`, the step at which it begins to compress. Engines:
+
+        ours      the wrapper of this project
+        ddp       torch's wrapper over gloo
+        backend   torch's wrapper over the backend of this project
+        alone     no exchange: this measures computing alone
     """
 
     def __init__(self, member: Member, case: Case, spec: Contender) -> None:
@@ -64,6 +69,11 @@ class Step(Contestant):
             return gradserver.DistributedDataParallel(model, self.member.links[self.spec.link], init_sync=False)
         if self.engine == "alone":
             return model
+        if self.engine == BACKEND:
+            group = self.member.process_group(self.spec.wire)
+            return nn.parallel.DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True, init_sync=False
+            )
         hook, _, rank = self.spec.wire.partition(":")
         # Of several buckets at once PowerSGD makes its reductions in the order in which gloo's threads come to them,
         # which differs between ranks. They then meet the wrong ones, and the process is aborted.
@@ -107,7 +117,7 @@ class Step(Contestant):
             return found
         if self.engine == "ddp" and self.spec.wire == "fp32":
             _of_torch[self.settings] = self.steps, [one.detach().clone() for one in self.model.parameters()]
-        elif self.engine == "ours" and (peer := _of_torch.get(self.settings)) and peer[0] == self.steps:
+        elif self.engine != "ddp" and (peer := _of_torch.get(self.settings)) and peer[0] == self.steps:
             found["distance"] = distance(self.model, peer[1])
         return {**found, "sha256": state_sha256(self.model)}
 
