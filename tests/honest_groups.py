@@ -47,8 +47,13 @@ def figures_of(gradients: Array, weights: Array) -> list[list[OfMember]]:
 
 @dataclass(slots=True)
 class Found:
-    """Outcome of some groups: their rounds, those in which a worker was named, and what was said of it."""
+    """Outcome of some groups: their rounds, those in which a worker was named, and what was said of it.
 
+    Attributes:
+        numel: elements of a gradient of the one group that it is of.
+    """
+
+    numel: int = 0
     rounds: int = 0
     named: int = 0
     texts: list[str] = field(default_factory=list)
@@ -279,7 +284,7 @@ KINDS: Final[dict[str, Callable[[Group], Course]]] = {
 def simulate(kind: str, seed: int, workers: int, rounds: int) -> Found:
     """Judge the rounds of one group."""
     group = Group(np.random.default_rng([seed, workers, sorted(KINDS).index(kind)]), workers)
-    outliers, found = Outliers(), Found()
+    outliers, found = Outliers(), Found(numel=group.numel)
     for rows, weights in KINDS[kind](group):
         for members, of in zip(figures_of(rows, weights), weights.tolist(), strict=True):
             named = outliers.take(members, dict(enumerate(of))).new
