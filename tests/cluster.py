@@ -289,10 +289,10 @@ class Program:
         loaded: str = "numpy",
         as_usual: bool = False,
     ) -> None:
-        environment = {**os.environ, **(environment or {})}
-        is_as_loaded = environment.get(loader.VARIABLE, loader.AUTO) == KERNELS
+        given = {**os.environ, **(environment or {})}
+        is_as_loaded = given.get(loader.VARIABLE, loader.AUTO) == KERNELS
         is_copy = bool(loaded) and arguments[0] != "-c" and is_as_loaded
-        environment.setdefault("PYTHONPATH", PATHS if is_copy else str(ROOT))
+        environment = {**given, "PYTHONPATH": PATHS if is_copy else str(ROOT), **(environment or {})}
         self._process: subprocess.Popen[str] | Child
         if is_copy:
             ends_soon = loaded == "torch" and not as_usual
