@@ -277,9 +277,9 @@ class _Lines:
 class Program:
     """A Python process. Its ``with`` block ends it, whatever it is doing.
 
-    It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. If that is empty, it has none.
-    So do a few lines of a script, and programs with other kernels than the tests. With torch it ends soon, unless it
-    fails or has to end ``as_usual``.
+    It begins with what it needs ``loaded``, one of `tests.fork_server.LOADED`. Nothing is loaded where that is empty,
+    for a few lines of a script, and for other kernels than those of the tests. With torch it ends soon, unless it fails
+    or has to end ``as_usual``.
     """
 
     def __init__(

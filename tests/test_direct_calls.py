@@ -391,23 +391,22 @@ def test_members_find_each_other_when_their_script_has_changed_its_folder(
     assert len(exchanged) == 2
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (None, "of GRADSERVER_RENDEZVOUS_DIR, and here that is None"),
+        ("not mounted", "this host has no such folder: is GRADSERVER_RENDEZVOUS_DIR the shared one?"),
+    ],
+)
 def test_a_worker_without_that_directory_sends_calls_over_the_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    there: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
     monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
     with members("direct", 2) as workers:
-        monkeypatch.delenv("GRADSERVER_RENDEZVOUS_DIR")
+        if there is None:
+            monkeypatch.delenv("GRADSERVER_RENDEZVOUS_DIR")
+        else:
+            monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path / there))
         assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
-    assert "of GRADSERVER_RENDEZVOUS_DIR, and here that is None" in caplog.text
-
-
-def test_a_host_where_the_directory_is_another_sends_calls_over_the_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path))
-    monkeypatch.setattr(calls_module, "LEAST_BYTES_OF_A_HOST", 1)
-    with members("direct", 2) as workers:
-        monkeypatch.setenv("GRADSERVER_RENDEZVOUS_DIR", str(tmp_path / "not mounted"))
-        assert together(workers, lambda worker: float(worker.all_reduce(torch.ones(100), "sum")[0])) == [2.0, 2.0]
-    assert "this host has no such folder: is GRADSERVER_RENDEZVOUS_DIR the shared one?" in caplog.text
+    assert said in caplog.text

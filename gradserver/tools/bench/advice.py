@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from gradserver.tools.bench.arguments import BACKEND
 from gradserver.tools.bench.report import Row
 from gradserver.tools.bench.stats import milliseconds
 
@@ -30,7 +29,7 @@ def _sentence(place: str, rows: Sequence[Row]) -> str:
     same = [row for row in rows if row.more["loss"] <= (1 + EQUAL_LOSS) * reference.more["loss"]]
     best = min(same, key=_seconds)
     parts = [f"{place}: choose {_name(best)}, with {_time(best)}{_beside(best, reference, same)}"]
-    exact = min((row for row in rows if row.wire == "fp32" or row.variant == BACKEND), key=_seconds)
+    exact = min((row for row in rows if row.wire == "fp32"), key=_seconds)
     if exact is not best:
         parts.append(f"to lose nothing, {_name(exact)}, with {_time(exact)}{_beside(exact, reference, ())}")
     for row in sorted(rows, key=_seconds):

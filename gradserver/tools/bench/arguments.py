@@ -10,13 +10,11 @@ from typing import TypeVar
 
 from gradserver.arguments import codec, number
 from gradserver.protocol.planes import DIRECT, SHM, TCP
-from gradserver.tools.bench.spec import FLOAT_BYTES, WIRES
+from gradserver.tools.bench.spec import BACKENDS, FLOAT_BYTES, WIRES
 
 T = TypeVar("T")
 
 _PLANES = (TCP, SHM, DIRECT)
-BACKEND = "backend"
-"""The way of torch's wrapper over the backend "gradserver". In place of a wire it has a channel."""
 """Planes of the suite `train`, where each worker has a host."""
 
 MAX_BYTES = 4 << 30
@@ -77,13 +75,13 @@ def contender(text: str) -> tuple[str, str]:
         if wire in ("", "fp32", "bf16"):
             return way, wire or "fp32"
         raise argparse.ArgumentTypeError(f"{text!r}: torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK")
-    if way == BACKEND:
-        if wire in ("", TCP, SHM):
-            return way, wire or TCP
-        raise argparse.ArgumentTypeError(f"{text!r}: the backend of torch.distributed has {BACKEND}/tcp, {BACKEND}/shm")
+    if way in BACKENDS:
+        if wire in ("", "fp32"):
+            return way, "fp32"
+        raise argparse.ArgumentTypeError(f"{text!r}: the backend of torch.distributed has fp32 alone")
     if way not in _PLANES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a contender: write WAY/WIRE with {', '.join(_PLANES)}, ddp or {BACKEND}"
+            f"{text!r} is not a contender: write WAY/WIRE with {', '.join((*_PLANES, 'ddp', *BACKENDS))}"
         )
     return way, codec(wire or "fp32")
 

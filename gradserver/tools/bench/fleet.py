@@ -28,9 +28,10 @@ _IMPORTS = "gradserver.tools.bench.contenders", "gradserver.tools.bench.member"
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Connections that the workers of a fleet need beside gloo."""
+    """Connections that the workers of a fleet need beside gloo. Links need a ``coordinator`` in any case."""
 
     links: tuple[Link, ...] = ()
+    coordinator: bool = False
     ring: bool = False
     hub: bool = False
     threads: bool = False
@@ -128,7 +129,7 @@ class Fleet:
 
     def _start(self) -> None:
         needs, place = self._needs, self._place
-        url = self._start_coordinator() if needs.links else ""
+        url = self._start_coordinator() if needs.links or needs.coordinator else ""
         hub = ""
         if needs.hub:
             host = place.coordinator_address()

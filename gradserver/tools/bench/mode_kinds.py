@@ -67,7 +67,11 @@ class Trained(NamedTuple):
 def wrap_synchronous(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:
     """Exchange gradients in each step."""
     model = gradserver.DistributedDataParallel(module, worker, **options)
-    return Trained(model, lambda: model.join(update.optimizer), equal_batches(update.settings, worker.rank))
+
+    def repeat() -> None:  # by a worker that has run out of batches: all have as many
+        update(worker.round / update.settings.steps)
+
+    return Trained(model, lambda: model.join(repeat), equal_batches(update.settings, worker.rank))
 
 
 def wrap_balanced(module: nn.Module, worker: Worker, update: Update, options: dict[str, Any]) -> Trained:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradserver.protocol.planes import SHM, TCP
+
 FLOAT_BYTES = 4
 WIRES = {"fp32": 4, "bf16": 2, "int8": 1}
 """Bytes of an element on the wire, by the name of the wire."""
+BACKENDS = {"backend-tcp": TCP, "backend-shm": SHM}
+"""Channels of torch's wrapper over the backend "gradserver", by the name of that way to train."""
 
 
 @dataclass(frozen=True, slots=True)

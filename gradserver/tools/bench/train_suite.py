@@ -15,12 +15,11 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from gradserver.protocol.planes import AMONG_MEMBERS
-from gradserver.tools.bench.arguments import BACKEND
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
 from gradserver.tools.bench.places import Place
 from gradserver.tools.bench.report import Row
 from gradserver.tools.bench.session import Session
-from gradserver.tools.bench.spec import FLOAT_BYTES, Case, Contender, Link
+from gradserver.tools.bench.spec import BACKENDS, FLOAT_BYTES, Case, Contender, Link
 from gradserver.tools.bench.stats import Stats
 from gradserver.tools.bench.suites import lab, link_names
 from gradserver.tools.demo.settings import Settings
@@ -52,16 +51,17 @@ class Way(NamedTuple):
         return self.plane == DDP
 
     @property
-    def links(self) -> tuple[Link, ...]:
-        """Membership that it needs, if it is not torch's: of the backend, the process group opens it."""
-        return () if self.is_torch or self.plane in (ALONE, BACKEND) else (Link(self.wire, "", self.plane),)
+    def link(self) -> Link:
+        """Membership that it needs, unless it is torch's, or a process group opens it."""
+        return Link(self.wire, "", self.plane)
 
     def contender(self, settings: Settings, steps: int) -> Contender:
         """Return it as the processes know it, to train as many steps."""
-        engine = {DDP: "ddp", ALONE: "alone", BACKEND: BACKEND}.get(self.plane, "ours")
+        channel = BACKENDS.get(self.plane, "")
+        engine = "backend" if channel else {DDP: "ddp", ALONE: "alone"}.get(self.plane, "ours")
         options = {"settings": asdict(settings), "engine": engine, "start": powersgd_start(steps)}
         plane = self.plane if engine == "ours" else ""
-        return Contender(f"{self.plane} {self.wire}", "step", self.wire, "", options, plane)
+        return Contender(f"{self.plane} {self.wire}", "step", self.wire, channel, options, plane)
 
 
 _REFERENCE: Final = Way(DDP, "fp32")
@@ -71,12 +71,13 @@ _COMPUTING: Final = Way(ALONE, "")
 def train(arguments: argparse.Namespace, session: Session) -> None:
     """Measure steps of GPTs of each size on each kind of links, and backwards that are emulated by waiting."""
     ways = [Way(*one) for one in arguments.contenders]
-    links = tuple(link for way in ways for link in way.links)
+    links = tuple(way.link for way in ways if not (way.is_torch or way.plane in BACKENDS))
+    needs = Needs(links, coordinator=any(way.plane in BACKENDS for way in ways))
     for hosts, place in _places(arguments):
         where = f"{hosts.workers} hosts, {link_names(hosts)}" if hosts.rate else f"{hosts.workers} processes, loopback"
         with ExitStack() as stack:
             there = stack.enter_context(place)
-            fleet = stack.enter_context(session.fleet(hosts.workers, Needs(links), "", there))
+            fleet = stack.enter_context(session.fleet(hosts.workers, needs, "", there))
             for count in arguments.parameters:
                 settings = settings_of(hosts, hosts.workers, width_of(count), _BLOCKS)
                 session.section(f"GPT of {settings.parameters / 1e6:.1f} M parameters, {where}", "step")

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import gradserver
-from gradserver.tools.bench.arguments import BACKEND
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
 from gradserver.tools.bench.cost import Phases, Usage, median_of
 from gradserver.tools.bench.many import ManyInThreads, ManyParameters
@@ -69,17 +68,13 @@ class Step(Contestant):
             return gradserver.DistributedDataParallel(model, self.member.links[self.spec.link], init_sync=False)
         if self.engine == "alone":
             return model
-        if self.engine == BACKEND:
-            group = self.member.process_group(self.spec.wire)
-            return nn.parallel.DistributedDataParallel(
-                model, process_group=group, gradient_as_bucket_view=True, init_sync=False
-            )
+        group = self.member.process_group(self.spec.channel) if self.engine == "backend" else None
         hook, _, rank = self.spec.wire.partition(":")
         # Of several buckets at once PowerSGD makes its reductions in the order in which gloo's threads come to them,
         # which differs between ranks. They then meet the wrong ones, and the process is aborted.
         cap = _ONE_BUCKET_MB if hook == "powersgd" else None
         replica = nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=cap
+            model, process_group=group, gradient_as_bucket_view=True, init_sync=False, bucket_cap_mb=cap
         )
         if hook == "bf16":
             # Torch knows its hook by name, and refuses it for CPUs; it works with gloo as well.
