@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -253,6 +254,34 @@ def test_workers_that_wait_are_told_why_the_coordinator_stopped(daemon: Daemon, 
                 task.error(CoordinatorStoppedError)
             )
         assert daemon.end() == 0
+
+
+def test_moment_that_passes_while_the_coordinator_has_no_processor_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Late:
+        """A clock that gives each reading 5 ms late."""
+
+        def monotonic(self) -> float:
+            now = time.monotonic()
+            time.sleep(0.005)
+            return now
+
+    with coordinator() as server:
+        asked: list[int] = []
+
+        def ask(milliseconds: int) -> None:
+            server._monitor.probe_at(time.monotonic() + milliseconds / 1000)
+            asked.append(milliseconds)
+
+        def acts_in(milliseconds: int) -> None:
+            server.look(partial(ask, milliseconds))
+            wait_until(lambda: milliseconds in asked, "the coordinator knows the moment")
+            wait_until(lambda: server._monitor.due is None, f"the coordinator acts, {milliseconds} ms later")
+
+        monkeypatch.setattr("gradserver.transport.server.time", Late())
+        for milliseconds in range(1, 10):
+            acts_in(milliseconds)
 
 
 def test_stop_that_is_asked_for_when_all_is_over_is_nothing_to_a_coordinator() -> None:

@@ -195,11 +195,12 @@ class TcpServer:
                     break
             if until():
                 return
-            due = self._next_timer()
-            if due is not None and due <= time.monotonic():
+            due, now = self._next_timer(), time.monotonic()
+            if due is not None and due <= now:
                 self._run_timers()
                 continue
-            wait = 0 if not caught_up else None if due is None else math.ceil((due - time.monotonic()) * 1000)
+            # One reading for both: poll(2) takes a time that has passed, and so is negative, for no limit at all.
+            wait = 0 if not caught_up else None if due is None else math.ceil((due - now) * 1000)
             for descriptor, events in poller.poll(wait):
                 if descriptor == monitor:
                     self._monitor.notice()
