@@ -7,13 +7,14 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import gradserver
 from gradserver.protocol.compiled import loader
 from gradserver.tools.common.processes import available_cores
 
-_COMPILING_SECONDS = 120.0
+COMPILING_SECONDS: Final = 120.0
+"""Time that kernels may take to be compiled, once on a machine."""
 
 
 def describe() -> dict[str, Any]:
@@ -35,7 +36,7 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing"
-    return {**found, "kernels": loader.settle(_COMPILING_SECONDS).kernels}
+    return {**found, "kernels": loader.settle(COMPILING_SECONDS).kernels}
 
 
 def _cpu() -> str:
