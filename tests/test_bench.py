@@ -151,7 +151,7 @@ SMALL = ("--parameters", "100K", "--context", "32", "--steps", "3", "--repetitio
 
 @pytest.mark.long
 def test_parameters_are_counted_beside_torch_and_in_threads() -> None:
-    rows = document("parameters", "--counts", "5,60", "--repetitions", "2")["rows"]
+    rows = document("parameters", "--counts", "5,60", "--repetitions", "3")["rows"]
     found = [(row["parameters"], row["variant"]) for row in rows]
     ways = ("gradserver", "ddp", "none", "LocalCluster")
     assert found == [(count, way) for count in (5, 60) for way in ways]
