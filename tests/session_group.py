@@ -519,12 +519,14 @@ class Group:
     def _is_outlived(self, node: Node) -> bool:
         """Tell whether the dead alone had the results of a node's round, and a learner has the state behind it.
 
-        A round that is over is not made again while such a learner is there.
+        A round that is over is not made again while such a learner is there. A coordinator that was lost right behind
+        the record of this knows the record alone.
         """
         if node.worker is None or not isinstance(node.error, LeftOutError):
             return False
         number, everybody = node.worker.round, [*self.nodes, *self.dead]
-        if f"no member has round {number} for it any more" not in node.error.message:
+        texts = f"no member has round {number} for it any more", "when the others had gone on without it"
+        if not any(text in node.error.message for text in texts):
             return False
         learnt = any(other.rank < 0 and min(other.rounds, default=0) > number for other in everybody)
         return learnt and not any(number in other.rounds for other in self.nodes)
