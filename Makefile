@@ -53,8 +53,9 @@ test-numpy: $(STAMP) ## Run the tests of codecs and reductions without compiled 
 	GRADSERVER_KERNELS=numpy $(BIN)/pytest -m "not long" --numprocesses 2 --dist worksteal $(TEST_ARGS) \
 	  $(addprefix tests/test_,$(addsuffix .py,codecs reducer lossy comparison kernels))
 
-test-long: $(STAMP) ## Run the long tests, and property tests with sixteen times the examples
-	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "(long or hypothesis) and not trainers" --numprocesses 2 --dist worksteal $(TEST_ARGS)
+test-long: $(STAMP) ## Run the long tests, and property tests with twenty-five times the examples
+	GRADSERVER_TEST_EXAMPLES=10 $(BIN)/pytest -m "(long or hypothesis) and not trainers" --numprocesses 2 --dist worksteal \
+	  --timeout 300 $(TEST_ARGS)
 
 test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt), in .venv-lowest
 	@[ -x $(LOWEST)/bin/pytest ] || { $(PYTHON) -m venv --clear $(LOWEST) && \

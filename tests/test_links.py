@@ -83,7 +83,8 @@ def test_a_rate_is_found_within_a_factor_of_three_and_takes_a_moment(gbit: float
     assert 0.99 * min(gbit, 0.05 * 8 * 512 * KIB / trip / 1e9) < found.rate or trip > 1e-3
     assert found.rate < 3.1 * gbit or burst
     assert link.sent < STRANGERS_BYTES
-    assert link.now < 0.2 or gbit < 0.01
+    late = 2 * PROBE_BYTES / link.rate if burst else 0.0  # a burst hides from all but the longest that the link is slow
+    assert link.now < 0.2 + late or gbit < 0.01
 
 
 @pytest.mark.parametrize("stalled", [1, 2, 3, 4])

@@ -17,7 +17,8 @@ from tests.long_run_program import LEADER
 
 PROGRAM = Path(__file__).with_name("long_run_program.py")
 MEGABYTE = 1_000_000
-PATIENCE = 80.0
+PATIENCE = 240.0
+"""Seconds for the rounds of one part: 50 on a quiet machine that is slow, several times that beside other tests."""
 CLOSED_WITHIN = 20.0
 CHANNELS = {LEADER: "shm", "w1": "tcp"}
 """The channels of workers that stay."""
@@ -158,7 +159,7 @@ def test_nothing_stays_open_behind_workers_that_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_nothing_grows_in_a_hundred_thousand_rounds(tmp_path: Path) -> None:
     parts, rounds = 20, 5000
     memory = run(tmp_path, parts, rounds)
