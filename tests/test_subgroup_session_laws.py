@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Make, int]] = {
         63,
     ),
     "a recovery that comes with the Welcome is not heard": (_miss_a_recovery_that_comes_early, script_of_splits, 187),
-    "a plan that two threads propose counts twice": (_take_a_plan_twice, script_of_splits, 205),
+    "a plan that two threads propose counts twice": (_take_a_plan_twice, script_of_splits, 444),
 }
 """Faults, each with the script that finds it."""
 
