@@ -31,6 +31,7 @@ from gradserver.protocol.url import numeric_url, parse_url
 from gradserver.runtime import Residuals, Runtime
 from gradserver.transport.liveness import Patience
 from gradserver.transport.server import TcpServer
+from gradserver.transport.system import check_limit
 
 if TYPE_CHECKING:
     from gradserver.ledger.state import StateDir
@@ -290,7 +291,7 @@ def keep_memory() -> None:
 
 
 def _raise_limits() -> None:
-    """Raise the limit of open descriptors to the hard limit.
+    """Raise the limit of open descriptors to the hard limit. LimitExceededError if that is too low to serve.
 
     The soft limit is 1024 on most systems, for the sake of programs that use select(). This one does not. Each worker
     takes a connection, or two and up to a descriptor for each bucket of its plan if it shares memory.
@@ -299,3 +300,4 @@ def _raise_limits() -> None:
     with contextlib.suppress(OSError, ValueError):  # some systems set a hard limit that they do not keep
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    check_limit()

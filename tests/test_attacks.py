@@ -228,6 +228,16 @@ def test_a_coordinator_with_few_descriptors_refuses_workers_and_serves_the_other
         assert ("too few descriptors" in log) == (limit <= 45), log
 
 
+@pytest.mark.parametrize("options", [(), ("--join", "tcp://127.0.0.1:1")])
+def test_a_server_with_too_few_descriptors_for_a_group_does_not_start(options: tuple[str, ...]) -> None:
+    code = FEW_DESCRIPTORS.replace("200", "37").replace('"--quiet"', ", ".join(map(repr, ("--quiet", *options))))
+    with Program("-c", code, loaded="", environment={"GRADSERVER_KERNELS": "numpy"}) as daemon:
+        assert daemon.end() == 1
+        (told,) = daemon.complaints()
+    assert "this process may have 37 descriptors (open files), and needs 40" in told
+    assert "ulimit -n 65536" in told
+
+
 @contextmanager
 def pairs(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
     """Yield TCP connections, both ends of each."""

@@ -12,10 +12,14 @@ import termios
 from collections.abc import Iterator
 from typing import Final
 
+from gradserver.protocol.errors import LimitExceededError
 from gradserver.protocol.limits import MIB
 
 _LEAST_MEMORY: Final = 256 * MIB
 _RESERVED: Final = 64
+_REMEDY: Final = "`ulimit -n 65536`, or LimitNOFILE= in its systemd unit"
+LEAST_DESCRIPTORS: Final = 40
+"""Descriptors of a process that serves two workers."""
 _COUNT: Final = struct.Struct("i")
 
 
@@ -76,8 +80,17 @@ def too_few_text(limit: int) -> str:
     """Say that there are too few descriptors, and what to do."""
     return (
         f"the coordinator has too few descriptors (open files) left: {limit} is its limit. Raise it where it starts, "
-        f"as by `ulimit -n 65536`, or LimitNOFILE= in its systemd unit"
+        f"as by {_REMEDY}"
     )
+
+
+def check_limit() -> None:
+    """Raise LimitExceededError if this process may not have enough descriptors for a server."""
+    if (limit := descriptor_limit()) < LEAST_DESCRIPTORS:
+        raise LimitExceededError(
+            f"this process may have {limit} descriptors (open files), and needs {LEAST_DESCRIPTORS}: raise its limit, "
+            f"as by {_REMEDY}"
+        )
 
 
 def can_share() -> bool:
