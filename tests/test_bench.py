@@ -213,8 +213,9 @@ def test_train_counts_what_the_links_of_each_rate_carry() -> None:
         assert ("coordinator_s" in row) == (row["variant"] not in ("ddp", "none"))
         assert row.get("coordinator_s", 1) > 0
         on_link = max(row["sent_bytes"], row["received_bytes"])
-        assert row["limit_s"] >= on_link / (12.5e6 if number < 4 else 125e6)
-        assert row["time_s"]["median"] > 0.7 * row["limit_s"]
+        least = on_link / (12.5e6 if number < 4 else 125e6)
+        assert row["limit_s"] >= least
+        assert row["time_s"]["median"] > 0.7 * least  # which no load of this machine makes shorter; links have bursts
 
 
 def test_train_takes_contenders_and_sizes_by_name() -> None:
