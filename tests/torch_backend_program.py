@@ -478,6 +478,12 @@ def any_source(folder: str, rank: int, size: int) -> None:
             dist.recv(torch.empty(0))
         with raises(gradserver.DeadlineError, "any rank", "timed out"):
             dist.irecv(early).wait(timedelta(seconds=0.3))
+        work = dist.irecv(early, tag=10)
+        work.get_future()
+        while not work._completing.locked():  # another thread waits for it
+            time.sleep(0.001)
+        with raises(gradserver.DeadlineError, "any rank", "tag 10", "timed out"):
+            work.wait(timedelta(seconds=0.3))
         together(folder, rank, size)
         with raises(gradserver.WorkerLostError, "(rank 2)"):
             dist.recv(early, tag=9)

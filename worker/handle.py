@@ -161,7 +161,7 @@ class Handle(Generic[T_co]):
         due = pause = REMINDER_SECONDS if wait_for is not None else math.inf
         while not self._wait_and_look(stalls, min(due, patience) - waited):
             waited = min(due, patience)
-            error = DeadlineError(f"not done after {waited:g} s") if wait_for is None else wait_for.overdue(waited)
+            error = self.overdue(waited)
             if not self._open:
                 return False
             if waited >= patience:
@@ -170,6 +170,12 @@ class Handle(Generic[T_co]):
             pause *= 2
             due += pause
         return True
+
+    def overdue(self, seconds: float) -> DeadlineError:
+        """Make the error of a wait that ran out after so many ``seconds``. It names what is missing."""
+        if self._wait_for is None:
+            return DeadlineError(f"not done after {seconds:g} s")
+        return self._wait_for.overdue(seconds)
 
     def _wait_and_look(self, stalls: Stalls | None, seconds: float) -> bool:
         """Wait, as a thread that counts as one that waits if there are ``stalls``."""

@@ -185,7 +185,7 @@ class GradServerWork(dist.Work):
         """Wait for all exchanges, and put their results in place. A wait that ran out may be repeated."""
         if not self._over:
             if not self._completing.acquire(timeout=seconds):
-                raise as_torchs(DeadlineError(f"the operation is not done after {seconds:g} s"))
+                raise as_torchs(self._overdue(seconds), self._ranks)
             try:
                 if not self._over:
                     self._finish_within(seconds)
@@ -193,6 +193,13 @@ class GradServerWork(dist.Work):
                 self._completing.release()
         if self._error is not None:
             raise self._error.again()
+
+    def _overdue(self, seconds: float) -> DeadlineError:
+        """Make the error of a wait that ran out while another thread waits, too: it names what is missing."""
+        missing = next((handle for handle in self._handles if not handle.done()), None)
+        if missing is None:
+            return DeadlineError(f"the operation is not done after {seconds:g} s")
+        return missing.overdue(seconds)
 
     def _finish_within(self, seconds: float) -> None:
         until = time.monotonic() + seconds

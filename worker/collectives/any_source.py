@@ -69,12 +69,18 @@ class AnySource:
         until, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while self._handle is None and not self._begin():
             if time.monotonic() + pause >= until:
-                raise DeadlineError(f"recv from any rank (tag {self._tag}) is not done after {seconds:g} s")
+                raise self.overdue(seconds)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
         assert self._handle is not None
         self._handle.wait(max(until - time.monotonic(), 0.0))
         return self.source
+
+    def overdue(self, seconds: float) -> DeadlineError:
+        """Make the error of a wait that ran out after so many ``seconds``."""
+        if self._handle is not None:
+            return self._handle.overdue(seconds)
+        return DeadlineError(f"recv from any rank (tag {self._tag}) is not done after {seconds:g} s")
 
     def _begin(self) -> bool:
         """Ask all other members' next sends of the coordinator. Begin to receive the first that was sent."""
