@@ -18,7 +18,7 @@ from tests.long_run_program import LEADER
 PROGRAM = Path(__file__).with_name("long_run_program.py")
 MEGABYTE = 1_000_000
 PATIENCE = 240.0
-"""Seconds for the rounds of one part: 50 on a quiet machine that is slow, several times that beside other tests."""
+"""Seconds for the rounds of one part. They took 50 on a slow machine that was busy."""
 CLOSED_WITHIN = 20.0
 CHANNELS = {LEADER: "shm", "w1": "tcp"}
 """The channels of workers that stay."""

@@ -18,8 +18,8 @@ from gradserver.protocol.limits import MIB
 _LEAST_MEMORY: Final = 256 * MIB
 _RESERVED: Final = 64
 _REMEDY: Final = "`ulimit -n 65536`, or LimitNOFILE= in its systemd unit"
-LEAST_DESCRIPTORS: Final = 40
-"""Descriptors of a process that serves two workers."""
+_LEAST: Final = 40
+"""Descriptors with which a server starts. Fewer do for two workers; of more, some are cut off before they are heard."""
 _COUNT: Final = struct.Struct("i")
 
 
@@ -86,10 +86,10 @@ def too_few_text(limit: int) -> str:
 
 def check_limit() -> None:
     """Raise LimitExceededError if this process may not have enough descriptors for a server."""
-    if (limit := descriptor_limit()) < LEAST_DESCRIPTORS:
+    if (limit := descriptor_limit()) < _LEAST:
         raise LimitExceededError(
-            f"this process may have {limit} descriptors (open files), and needs {LEAST_DESCRIPTORS}: raise its limit, "
-            f"as by {_REMEDY}"
+            f"this process may have {limit} descriptors (open files), and needs {_LEAST}: raise its limit, as by "
+            f"{_REMEDY}"
         )
 
 

@@ -22,7 +22,7 @@ from gradserver.protocol.compiled.loader import COMPILED, NUMPY
 from gradserver.protocol.dtypes import FLOAT32
 from gradserver.protocol.exchange import ExchangeKey, Kind, Op, Stream, layout_of, operation_of
 from gradserver.reducer import reduce
-from gradserver.tools.bench.machine import COMPILING_SECONDS
+from gradserver.tools.bench.machine import await_kernels
 from gradserver.tools.bench.report import Row
 from gradserver.tools.bench.session import Session
 from gradserver.tools.bench.spec import FLOAT_BYTES
@@ -40,7 +40,7 @@ _TOLERANCE = 2e-5
 def codecs(arguments: argparse.Namespace, session: Session) -> None:
     """Measure every codec alone: no processes, no network."""
     keep_memory()  # as the coordinator does
-    if (found := loader.settle(COMPILING_SECONDS)).failed:
+    if (found := await_kernels()).failed:
         raise RunError(f"{found.reason}: {loader.remedy(found.reason)}")
     workers, rounds = arguments.workers, arguments.rounds
     names = [codec_of(name).name for name in arguments.wire]

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradserver
-from gradserver.protocol.compiled import loader
 from gradserver.protocol.digest import digest
-from gradserver.tools.bench.machine import COMPILING_SECONDS
+from gradserver.tools.bench.machine import await_kernels
 from gradserver.tools.common.processes import reserve_stdout
 from gradserver.tools.demo.model import GPT
 from gradserver.tools.demo.settings import Settings
@@ -64,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     tell = reserve_stdout()
     torch.set_num_threads(arguments.threads)
-    loader.settle(COMPILING_SECONDS)  # not beside what is measured
+    await_kernels()
     settings: Settings = arguments.settings
     model = GPT(settings).to(arguments.device, DTYPES[arguments.dtype])
     how = {"name": f"worker-{arguments.rank}", "plane": arguments.channel, "wire": arguments.wire}

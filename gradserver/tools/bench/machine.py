@@ -13,8 +13,7 @@ import gradserver
 from gradserver.protocol.compiled import loader
 from gradserver.tools.common.processes import available_cores
 
-COMPILING_SECONDS: Final = 120.0
-"""Time that kernels may take to be compiled, once on a machine."""
+_COMPILING_SECONDS: Final = 120.0
 
 
 def describe() -> dict[str, Any]:
@@ -36,7 +35,12 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "missing"
-    return {**found, "kernels": loader.settle(COMPILING_SECONDS).kernels}
+    return {**found, "kernels": await_kernels().kernels}
+
+
+def await_kernels() -> loader.Standing:
+    """Load kernels, so that no thread does it beside what is measured. They are compiled once on a machine."""
+    return loader.settle(_COMPILING_SECONDS)
 
 
 def _cpu() -> str:

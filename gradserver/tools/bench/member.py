@@ -14,9 +14,8 @@ import torch.distributed as dist
 import zmq
 
 import gradserver
-from gradserver.protocol.compiled import loader
 from gradserver.tools.bench.cost import Usage
-from gradserver.tools.bench.machine import COMPILING_SECONDS
+from gradserver.tools.bench.machine import await_kernels
 from gradserver.tools.bench.places import Here
 from gradserver.tools.bench.ring import Ring, listen
 from gradserver.tools.bench.spec import Link, Seat
@@ -59,7 +58,7 @@ class Member:
             self._hub.setsockopt(zmq.LINGER, 0)
             self._hub.setsockopt(zmq.RCVTIMEO, int(1000 * seat.timeout))
             self._hub.connect(seat.hub)
-        loader.settle(COMPILING_SECONDS)  # a thread that loads kernels would take part in what is measured first
+        await_kernels()
 
     @property
     def ring(self) -> Ring:

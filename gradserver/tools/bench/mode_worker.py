@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 import gradserver
 from gradserver import Worker
-from gradserver.protocol.compiled import loader
 from gradserver.status import fetch
-from gradserver.tools.bench.machine import COMPILING_SECONDS
+from gradserver.tools.bench.machine import await_kernels
 from gradserver.tools.bench.mode_kinds import KINDS, Batch, Update, equal_batches
 from gradserver.tools.bench.modes import Mode, Scenario
 from gradserver.tools.common.processes import reserve_stdout
@@ -214,7 +213,7 @@ def main() -> int:
     arguments = parser.parse_args()
     tell = reserve_stdout()
     torch.set_num_threads(1)
-    loader.settle(COMPILING_SECONDS)  # not beside what is measured
+    await_kernels()
     settings, rank = arguments.settings, arguments.rank
     trainer = Trainer(settings, arguments.scenario, rank)
     for line in sys.stdin:
