@@ -209,14 +209,13 @@ def narrow(values: Array, dtype: DType, stored: np.dtype[Any]) -> Array:
     return values.astype(numpy_dtype(dtype)).view(stored)
 
 
-def fold(op: Op, is_complex: bool, rows: Sequence[Array | None]) -> Array:
-    """Compute the sum, minimum, maximum or product of rows; None stands for zeros."""
-    zeros = np.zeros_like(next(values for values in rows if values is not None))
-    first, *others = [zeros if values is None else values for values in rows]
-    result = first.copy()
+def fold(op: Op, is_complex: bool, rows: Sequence[Array | None], out: Array) -> Array:
+    """Compute the sum, minimum, maximum or product of rows, in ``out`` or in new memory; None stands for zeros."""
+    zeros = np.zeros_like(out) if any(values is None for values in rows) else out
+    result, *others = [zeros if values is None else values for values in rows]
     for values in others:
-        if is_complex and op is Op.PRODUCT:
-            result = multiply(result, values)
-        else:
-            FOLDS[op](result, values, out=result)
+        result = multiply(result, values) if is_complex and op is Op.PRODUCT else FOLDS[op](result, values, out=out)
+    if not others:
+        out[:] = result
+        return out
     return result

@@ -205,7 +205,7 @@ class _Job:
         self._is_plain = self._stored == self._elements
         self._parts = self._dtype.itemsize // self._stored.itemsize
         self._targets = [np.frombuffer(target, self._stored, numel) for target in command.targets]
-        kept = np.empty(numel, self._stored) if command.keep else None
+        kept = self._kept = np.empty(numel, self._stored) if command.keep else None
         self.kept: Buffer | None = None if kept is None else kept.view(np.uint8).data
         self._targets += [] if kept is None else [kept]
         self._hand_out = hand_out_of(command, self._rows, self._targets, self._scale)
@@ -261,12 +261,14 @@ class _Job:
                 return self._blame(rows, start)
         elif self._op in FOLDS:
             values = [None if row is None else self._widen(row) for row in rows]
-            result = self._narrow(fold(self._op, self._dtype.kind == "c", values))
+            size = next(row.size for row in values if row is not None)
+            out = scratch(0, size, self._elements) if self._kept is None or not self._is_plain else self._kept[cut]
+            result = self._narrow(fold(self._op, self._dtype.kind == "c", values, out))
         else:  # one participant contributes, and perhaps receives its own contribution
             result = next(row for row in rows if row is not None)
         self._account(block, start, dict(enumerate(rows)), result, told)
         for target in self._targets:
-            if target is not result:
+            if target is not result and target is not result.base:
                 target[cut] = result
         return None
 

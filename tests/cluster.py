@@ -367,6 +367,10 @@ class Program:
         """Return all lines of stdout; the process has ended."""
         return self._out.rest()
 
+    def so_far(self) -> list[str]:
+        """Return the lines of stdout that have come."""
+        return self._out.all()
+
     def complaints(self) -> list[str]:
         """Return all lines of stderr; the process has ended."""
         return self._err.rest()

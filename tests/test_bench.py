@@ -162,7 +162,7 @@ def test_parameters_are_counted_beside_torch_and_in_threads() -> None:
 @pytest.mark.long
 def test_train_says_what_is_exposed_and_what_was_learnt(tmp_path: Path) -> None:
     picture = tmp_path / "train.png"
-    names = "tcp/int8,direct,shm,backend-shm,ddp,ddp/bf16,ddp/powersgd"
+    names = "tcp/int8,direct,shm,ddp-shm,ddp,ddp/bf16,ddp/powersgd"
     found = document("train", *SMALL, "--contenders", names, "--overlap-size", "1MB", "--plot", str(picture))
     steps, overlaps = found["rows"][:8], found["rows"][8:]
     ways = [
@@ -170,7 +170,7 @@ def test_train_says_what_is_exposed_and_what_was_learnt(tmp_path: Path) -> None:
         ("tcp", "int8"),
         ("direct", "fp32"),
         ("shm", "fp32"),
-        ("backend-shm", "fp32"),
+        ("ddp-shm", "fp32"),
         ("ddp", "fp32"),
     ]
     assert [(row["variant"], row["wire"]) for row in steps] == [*ways, ("ddp", "bf16"), ("ddp", "powersgd:1")]
@@ -222,7 +222,7 @@ def test_train_takes_contenders_and_sizes_by_name() -> None:
     assert parse.contender("tcp/topk:0.01") == ("tcp", "topk:0.01")
     assert [parse.contender(one) for one in ("ddp", "direct")] == [("ddp", "fp32"), ("direct", "fp32")]
     assert parse.contender("ddp/powersgd") == ("ddp", "powersgd:1")
-    assert parse.contender("backend-shm") == parse.contender("backend-shm/fp32") == ("backend-shm", "fp32")
+    assert parse.contender("ddp-shm") == parse.contender("ddp-shm/fp32") == ("ddp-shm", "fp32")
     assert [parse.parameters(one) for one in ("25M", "100K", "12000")] == [25_000_000, 100_000, 12_000]
     assert [train_suite.width_of(count) for count in (25_000_000, 100_000_000, 10_000)] == [512, 1024, 64]
     for width in (512, 1024):
@@ -436,7 +436,7 @@ def owner_lives(name: str) -> bool:
             "'ring/fp32' is not a contender: write WAY/WIRE with tcp, shm, direct",
         ),
         (["train", "--contenders", "ddp/int8"], "torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK"),
-        (["train", "--contenders", "backend-shm/int8"], "the backend of torch.distributed has fp32 alone"),
+        (["train", "--contenders", "ddp-shm/int8"], "the backend of torch.distributed has fp32 alone"),
         (["train", "--parameters", "25X"], "'25X' is not a number of parameters: write 25M (10K to 10G)"),
     ],
 )

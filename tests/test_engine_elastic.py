@@ -249,6 +249,17 @@ def test_the_last_one_ends_the_group() -> None:
 # ── boundaries and pauses ─────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_worker_that_waits_when_the_last_member_goes_before_a_round_is_told_to_connect_again() -> None:
+    driven = active(1, 1, 1)
+    driven.join(SEATS + 1)
+    assert [message.joins for message, _ in driven.sent(1) if isinstance(message, Welcome)] == [True]
+    driven.lose(0)
+
+    error = driven.refusal(SEATS + 1)
+    assert isinstance(error, WorkerLostError)
+    assert str(error).endswith("is gone before its first round: connect again, and the group begins anew")
+
+
 def test_a_round_is_over_after_its_last_result() -> None:
     driven = active(1, 2, 1, 1)
     for part in range(2):

@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+import uuid
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,45 @@ def test_accelerates_own_scripts_pass(module: str) -> None:
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── processes that are left over ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"), [("driver", signal.SIGINT), ("driver", signal.SIGKILL), ("worker", signal.SIGKILL)]
+)
+def test_no_coordinator_is_left_over_behind_ray(victim: str, number: signal.Signals) -> None:
+    mark = f"LEFT_OVER={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    script = str(EXAMPLES / "ray_train.py")
+    own = {name: value, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with Program(script, "--epochs", "1000000", environment=own, loaded="") as driver:
+        try:
+            wait_until(lambda: any("epoch 100: loss" in line for line in driver.so_far()), "two workers train", SECONDS)
+            ((coordinator, parent),) = coordinators(mark)
+            os.kill(parent if victim == "worker" else driver.pid, number)
+            wait_until(lambda: not coordinators(mark), f"coordinator {coordinator} has ended", 60.0)
+        finally:
+            for pid in marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> dict[int, list[str]]:
+    """Return the command of each process that has a variable in its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+    return found
+
+
+def coordinators(mark: str) -> list[tuple[int, int]]:
+    """Return the process of each coordinator that a rank has started, and its parent."""
+    pids = [pid for pid, command in marked(mark).items() if "gradserver.torch.coordinator" in command]
+    return [(pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])) for pid in pids]
 
 
 # ── elastic jobs ──────────────────────────────────────────────────────────────────────────────────────────

@@ -413,8 +413,9 @@ class Operations:
         if self.size > 1 and not self.worker._session.membership.needs_all:
             raise UsageError(
                 f"group {self.worker.group!r} is elastic: it goes on without a member that is lost, and torch's "
-                f"callers divide sums by the {self.size} ranks of the start. Start the coordinator with "
-                f"--workers {self.size} (not MIN:MAX), or exchange gradients in rounds, with "
+                f"callers divide sums by the {self.size} ranks of the start. Start the coordinator with --workers "
+                f"{self.size} (not MIN:MAX), and `gradserver run` without --min and --restart (with torchrun, "
+                f"--max-restarts starts all ranks again); or exchange gradients in rounds, with "
                 f"gradserver.torch.DistributedDataParallel"
             )
 

@@ -285,8 +285,13 @@ def gone(group: Group, member_id: int, reason: str, politely: bool, now: float, 
 
 def bereft(group: Group) -> WorkerLostError:
     """Return what workers that wait to join are told when the last member is gone."""
+    if not (rounds := group.rounds.number):
+        return WorkerLostError(
+            f"the last member of group {group.name!r} is gone before its first round: connect again, and the group "
+            f"begins anew"
+        )
     return WorkerLostError(
-        f"the last member of group {group.name!r} is gone after {group.rounds.number} rounds, and with it the state: "
+        f"the last member of group {group.name!r} is gone after {rounds} rounds, and with it the state: "
         f"start again from a checkpoint"
     )
 

@@ -72,13 +72,13 @@ class Member:
         assert self._hub is not None, "the seat has no hub"
         return self._hub
 
-    def process_group(self, channel: str) -> Any:
-        """Return a process group of all workers with the backend "gradserver" over a channel."""
-        if channel not in self._groups:
+    def process_group(self, plane: str) -> Any:
+        """Return a process group of all workers with the backend "gradserver" on a plane."""
+        if plane not in self._groups:
             os.environ["GRADSERVER_URL"] = self.seat.url
-            with _channel(channel):
-                self._groups[channel] = dist.new_group(backend="gradserver")
-        return self._groups[channel]
+            with _said("GRADSERVER_PLANE", plane):
+                self._groups[plane] = dist.new_group(backend="gradserver")
+        return self._groups[plane]
 
     def usage(self) -> Usage:
         """Return what this process has used so far. Bytes are counted where it has an interface to itself."""
@@ -116,7 +116,7 @@ def _connect(seat: Seat, link: Link) -> gradserver.Worker:
     options: dict[str, Any] = {} if link.wire == "fp32" else {"wire": link.wire}
     if link.plane:
         options["plane"] = link.plane
-    with _channel(link.channel):
+    with _said("GRADSERVER_CHANNEL", link.channel):
         return gradserver.connect(
             seat.url,
             seat.rank,
@@ -129,11 +129,11 @@ def _connect(seat: Seat, link: Link) -> gradserver.Worker:
 
 
 @contextmanager
-def _channel(name: str) -> Iterator[None]:
-    """Make connections over this channel inside the context; with "" gradserver chooses."""
-    if name:
-        os.environ["GRADSERVER_CHANNEL"] = name
+def _said(variable: str, value: str) -> Iterator[None]:
+    """Have a variable of the environment inside the context; with "" gradserver chooses."""
+    if value:
+        os.environ[variable] = value
     try:
         yield
     finally:
-        os.environ.pop("GRADSERVER_CHANNEL", None)
+        os.environ.pop(variable, None)

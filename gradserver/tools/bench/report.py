@@ -267,7 +267,7 @@ NOTES = {
         "#wrong: replicas that are not bit-identical to rank 0's; tcp/this: above 1.00x this plane is faster",
     ),
     "step": (
-        "way: a plane of gradserver; ddp, backend-…: torch's DDP over gloo, over the backend of gradserver",
+        "way: a plane of gradserver; ddp, ddp-…, own-…: DDP over gloo, over our backend, gradserver.torch's",
         "none: the same step without exchange, the lower bound",
         "time: median of one training step of the slowest rank; exposed: time - that without exchange",
         "limit: the longer of the step without exchange and sent bytes / rate",

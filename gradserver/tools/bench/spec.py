@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradserver.protocol.planes import SHM, TCP
+from gradserver.protocol.planes import DIRECT, SHM, TCP
 
 FLOAT_BYTES = 4
 WIRES = {"fp32": 4, "bf16": 2, "int8": 1}
 """Bytes of an element on the wire, by the name of the wire."""
-BACKENDS = {"backend-tcp": TCP, "backend-shm": SHM}
-"""Channels of torch's wrapper over the backend "gradserver", by the name of that way to train."""
+BACKENDS = {f"{wrapper}-{plane}": plane for wrapper in ("ddp", "own") for plane in (TCP, SHM, DIRECT)}
+"""Planes of wrappers over the backend "gradserver", by the names of these ways to train. The wrapper of "ddp-…" is
+torch's, and that of "own-…" `gradserver.torch.DistributedDataParallel`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,12 @@ class Way(NamedTuple):
 
     def contender(self, settings: Settings, steps: int) -> Contender:
         """Return it as the processes know it, to train as many steps."""
-        channel = BACKENDS.get(self.plane, "")
-        engine = "backend" if channel else {DDP: "ddp", ALONE: "alone"}.get(self.plane, "ours")
+        engine = {DDP: "ddp", ALONE: "alone"}.get(self.plane, "ours")
+        if self.plane in BACKENDS:
+            engine = "own" if self.plane.startswith("own") else "ddp"
         options = {"settings": asdict(settings), "engine": engine, "start": powersgd_start(steps)}
-        plane = self.plane if engine == "ours" else ""
-        return Contender(f"{self.plane} {self.wire}", "step", self.wire, channel, options, plane)
+        plane = self.plane if engine == "ours" else BACKENDS.get(self.plane, "")
+        return Contender(f"{self.plane} {self.wire}", "step", self.wire, "", options, plane)
 
 
 _REFERENCE: Final = Way(DDP, "fp32")

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import gradserver
+import gradserver.torch
 from gradserver.tools.bench.contenders import Contestant, bucket_sizes, wrong
 from gradserver.tools.bench.cost import Phases, Usage, median_of
 from gradserver.tools.bench.many import ManyInThreads, ManyParameters
@@ -36,8 +37,8 @@ class Step(Contestant):
     model; `engine`; and for a PowerSGD hook `start`, the step at which it begins to compress. Engines:
 
         ours      the wrapper of this project
-        ddp       torch's wrapper over gloo
-        backend   torch's wrapper over the backend of this project
+        ddp       torch's wrapper over gloo, or with a plane over the backend of this project
+        own       `gradserver.torch.DistributedDataParallel` over that backend
         alone     no exchange: this measures computing alone
     """
 
@@ -68,7 +69,9 @@ class Step(Contestant):
             return gradserver.DistributedDataParallel(model, self.member.links[self.spec.link], init_sync=False)
         if self.engine == "alone":
             return model
-        group = self.member.process_group(self.spec.channel) if self.engine == "backend" else None
+        group = self.member.process_group(self.spec.plane) if self.spec.plane else None
+        if self.engine == "own":
+            return gradserver.torch.DistributedDataParallel(model, process_group=group, init_sync=False)
         hook, _, rank = self.spec.wire.partition(":")
         # Of several buckets at once PowerSGD makes its reductions in the order in which gloo's threads come to them,
         # which differs between ranks. They then meet the wrong ones, and the process is aborted.
