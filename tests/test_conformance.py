@@ -263,6 +263,12 @@ def test_a_file_that_is_not_done_in_time_is_told() -> None:
 
 
 def test_names_of_gloo_are_replaced() -> None:
-    text = repository.with_ours("run(dist.Backend.GLOO, c10d.Backend.GLOO, 'gloo')\n")
-    assert text.endswith('run("gradserver", "gradserver", "gradserver")\n')
+    text = repository.with_ours("run(dist.Backend.GLOO, c10d.Backend.GLOO, 'gloo', 'cpu:gloo,cuda:nccl')\n")
+    assert text.endswith("""run("gradserver", "gradserver", "gradserver", 'cpu:gradserver,cuda:nccl')\n""")
     assert text.splitlines()[0] == repository.BEGINNING
+
+
+def test_a_test_that_is_named_after_its_backend_is_compared_with_the_other_ones() -> None:
+    gloo = repository.Report({"GlooCase::test_gloo": "passed", "Case::test_gloo": "passed"}, {}, True)
+    ours = repository.Report({"GradserverCase::test_gradserver": "passed", "Case::test_gloo": "failed"}, {}, True)
+    assert list(repository.differences(gloo, ours)) == ["Case::test_gloo failed: no reason given"]
