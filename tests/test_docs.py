@@ -413,7 +413,7 @@ def test_status_is_as_it_is_shown(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("GRADSERVER_CHANNEL", "tcp")
     monkeypatch.setattr(loader._loader, "standing", loader.Standing("compiled", "by numba, ready after 0.6 s"))
     hosts = map(str, count())
-    told = Offer(torch="2.11.0", trouble="CUDA_VISIBLE_DEVICES hides all devices")
+    told = Offer(trouble="it was not imported before the worker joined")
     monkeypatch.setattr("gradserver.worker.connect.offer_of", lambda _: told._replace(host_id=next(hosts)))
     with coordinator() as server, box_and_spot(server.url, 20.0) as (box, spot):
         sizes = ((0, 64_000), (1, 16))

@@ -60,6 +60,7 @@ from gradserver.worker.planes.bodies import LINEAR, REDUCES, Body, Scratch, is_r
 from gradserver.worker.planes.communicator import Communicator, Signal
 from gradserver.worker.planes.epochs import form, introduce
 from gradserver.worker.planes.lane import Lane
+from gradserver.worker.planes.trial import is_tried
 from gradserver.worker.planes.watch import watch_for_departures
 from gradserver.worker.session import Session
 
@@ -144,7 +145,7 @@ class DirectCalls:
         """Begin ``call``; None if it is one for the coordinator. All members decide alike."""
         operation, here = call.operation, self._session.membership
         is_large = operation.numel * operation.dtype.itemsize >= _least_bytes(here)
-        if here.plane != DIRECT or not is_large or len(here.member_ids) == 1:
+        if here.plane != DIRECT or is_tried(here) or not is_large or len(here.member_ids) == 1:
             return None
         if operation.kind in REDUCES and not is_reducible(operation.op, operation.dtype):
             return None

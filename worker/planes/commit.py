@@ -1,9 +1,9 @@
 """The commit of a direct round: its plan, and whether results are finite; else, the marks that name parameters.
 
-    marks, one for each parameter         norms, one for each mean, and 1   digest
-    ┌─────┬─────┬───────────────┬─────┐   ┌─────┬─────┬─────┬─────┬─────┐   ┌─────┬─────┬─────┬─────┐
-    │  0  │ nan │       …       │  0  │   │  of the results       │  1  │   │   of the results      │
-    └─────┴─────┴───────────────┴─────┘   └─────┴─────┴─────┴─────┴─────┘   └─────┴─────┴─────┴─────┘
+    marks, one for each parameter   times, and 1       norms, one for each mean, and 1   digest
+    ┌─────┬─────┬─────────┬─────┐   ┌─────┬─────┬───┐  ┌─────┬─────┬─────┬─────┬─────┐   ┌─────┬─────┬─────┬─────┐
+    │  0  │ nan │    …    │  0  │   │ of rounds │ 1 │  │  of the results       │  1  │   │   of the results      │
+    └─────┴─────┴─────────┴─────┘   └─────┴─────┴───┘  └─────┴─────┴─────┴─────┴─────┘   └─────┴─────┴─────┴─────┘
 
 Members that clip their gradients give norms. All have the same results, so the mean of their norms is the norm. It is
 the same number at all of them, and takes no message more. The element behind the norms has the part that gave any.
@@ -31,6 +31,7 @@ from gradserver.protocol.plan import Bucket, Component, Plan
 from gradserver.worker.devices.cuda import fetch, fetch_whole
 from gradserver.worker.devices.squares import squares_of
 from gradserver.worker.planes.communicator import Communicator, Signal
+from gradserver.worker.planes.trial import FIGURES
 
 _DIGEST: Final = 4
 """Elements that have the digest."""
@@ -49,7 +50,7 @@ def commit_plan(plan: Plan) -> Plan:
     names = [component.name for bucket in gradients for component in bucket.components]
     if len(names) * FLOAT32.itemsize > SLICE_BYTES:
         names = [bucket.key for bucket in gradients]
-    further = Component("norms", (len(gradients) + 1,)), Component("digest", (_DIGEST,))
+    further = Component("times", (FIGURES,)), Component("norms", (len(gradients) + 1,)), Component("digest", (_DIGEST,))
     components = (*(Component(name, (1,)) for name in names), *further)
     return Plan((Bucket("gradients", FLOAT32, components, kind=Kind.COMMIT),))
 
@@ -92,6 +93,11 @@ def _norms(commit: Tensor, means: int) -> Tensor:
     return commit[-_DIGEST - means - 1 : -_DIGEST]
 
 
+def times(commit: Tensor, means: int) -> Tensor:
+    """Return the elements for a vote on the way of rounds (`gradserver.worker.planes.trial`)."""
+    return commit[-_DIGEST - means - 1 - FIGURES : -_DIGEST - means - 1]
+
+
 def overflow(number: int) -> NonFiniteError:
     """Return the error of a round with a mean that is not finite, though what it is of is."""
     return NonFiniteError(
@@ -110,7 +116,7 @@ def mark(plan: Plan, gave: Iterable[tuple[int, Tensor]], marks: Tensor) -> bool:
         marks: elements of the commit, of which none is set.
     """
     means = [place for place, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
-    marks = marks[: -_DIGEST - len(means) - 1]
+    marks = marks[: -_DIGEST - len(means) - 1 - FIGURES]
     by_parameter = marks.numel() > len(means)
     sizes = {place: plan.buckets[place].sizes if by_parameter else (plan.buckets[place].numel,) for place in means}
     firsts = dict(zip(means, accumulate((len(sizes[place]) for place in means), initial=0), strict=False))

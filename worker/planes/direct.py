@@ -39,13 +39,13 @@ import torch
 from torch import Tensor
 
 from gradserver.protocol.errors import BackendUnavailableError, GradServerError, RoundVoidError
-from gradserver.protocol.exchange import Op
+from gradserver.protocol.exchange import EXACT, Op
 from gradserver.protocol.plan import Plan
 from gradserver.worker.agreement import Agreement
 from gradserver.worker.client import Worker
 from gradserver.worker.devices.cuda import fetch_whole
 from gradserver.worker.handle import Handle
-from gradserver.worker.planes.commit import are_finite, mark, measure, measured, overflow, sign
+from gradserver.worker.planes.commit import are_finite, mark, measure, measured, overflow, sign, times
 from gradserver.worker.planes.communicator import Signal
 from gradserver.worker.planes.epochs import Directs
 from gradserver.worker.planes.flat import divisor
@@ -81,6 +81,7 @@ class DirectPlane:
         self._timeout = timeout
         self._directs = Directs.of(worker)
         self._directs.devices.update(devices := set(devices))
+        self._directs.can_try &= all(bucket.codec in (None, EXACT) for bucket in plan.buckets)
         self._is_on_host = all(device.type == "cpu" for device in devices)
         self._ordered = [index for index, bucket in enumerate(plan.buckets) if bucket.op is Op.MEAN]
         """Buckets that become ready in any order, and are reduced in this one."""
@@ -180,6 +181,7 @@ class DirectPlane:
             outcomes = self._through.finish()
         else:
             self._commit.finish(self._timeout)
+        self._directs.end(not self._fallen)
         self._begin()
         return outcomes
 
@@ -296,11 +298,16 @@ class DirectPlane:
             sign(self._plan, {index: self._made(index) for index in self._given}, self._markers)
         if measures and weight >= NO_DATA and self._worker.world_size > 1 and not overflowed:
             measure([self._made(index) for index in self._ordered], self._markers)
+        vote = self._directs.votes
+        if vote is not None and weight >= NO_DATA:
+            vote.tell(times(self._markers, len(self._ordered)))
         marked = bool(torch.count_nonzero(self._markers))
         handle = self._worker.push(self._commit.first, self._markers, weight=weight, present=marked)
         handle.wait(self._timeout)
         if overflowed and handle.not_finite is None:
             raise overflow(self._worker.round)
+        if vote is not None:
+            self._directs.hear(times(self._markers, len(self._ordered)).tolist())
         for index, given in self._given.items():
             self._write(index, given, handle)
         if handle.weight >= NO_DATA and (norms := measured(self._markers, len(self._ordered))) is not None:

@@ -9,7 +9,8 @@ to catch up, or two members that cannot reach each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -27,10 +28,15 @@ from gradserver.worker.planes.flat import Alone, Flat
 from gradserver.worker.planes.hierarchical import Hierarchical
 from gradserver.worker.planes.levels import Levels, MakeWorker
 from gradserver.worker.planes.plane import Way
+from gradserver.worker.planes.trial import Trial, is_tried
 from gradserver.worker.session import Session
+
+log = logging.getLogger("gradserver")
 
 _FORM_SECONDS: Final = 20.0
 """Seconds in which members have to find each other when an epoch begins."""
+_TRIED_SECONDS: Final = 5.0
+"""The same beyond the time of a round where both ways are tried: there may be none between two hosts."""
 _REST_ROUNDS: Final = 8
 _MOST_REST_ROUNDS: Final = 512
 
@@ -52,6 +58,12 @@ class Directs:
     ways: dict[int, Way] = field(default_factory=dict)
     """The way of each module, by the number of its commit."""
     devices: set[torch.device] = field(default_factory=set)
+    trial: Trial | None = None
+    """Choice among the ways of rounds, where no plane is demanded on CPUs."""
+    can_try: bool = True
+    """False if rounds of a module are not to change their way: with a lossy format, or in an order of its own."""
+    _members: tuple[int, ...] = ()
+    _number: int = 0
 
     @classmethod
     def of(cls, worker: Worker) -> Directs:
@@ -70,7 +82,38 @@ class Directs:
         if here.epoch != self.epoch:
             self.give_up()
             self.epoch, self.voids, self.rests_until = here.epoch, 0, 0
-        return session.stage is Stage.MEMBER and here.plane in AMONG_MEMBERS and session.round >= self.rests_until
+            self._try(here)
+        self._number = session.round
+        if session.stage is not Stage.MEMBER or here.plane not in AMONG_MEMBERS or session.round < self.rests_until:
+            return False
+        return self.trial is None or (self.can_try and self.trial.goes_direct(session.round))
+
+    def _try(self, here: Welcome) -> None:
+        """Have a trial in a new epoch, or go on with it if nothing has happened but departures."""
+        if not is_tried(here):
+            self.trial = None
+        elif self.trial is not None and set(here.member_ids) <= set(self._members):
+            self.trial.renew(self.session.round)
+        else:
+            self.trial = Trial(self.session.round)
+        self._members = here.member_ids
+
+    def end(self, is_direct: bool) -> None:
+        """Note that the present round has ended."""
+        if self.trial is not None:
+            self.trial.end(self._number, is_direct)
+
+    @property
+    def votes(self) -> Trial | None:
+        """The trial, if the present round has a vote on the way."""
+        return self.trial if self.trial is not None and self.trial.votes(self._number) else None
+
+    def hear(self, figures: Sequence[float]) -> None:
+        """Take the result of the present round's vote."""
+        assert self.trial is not None
+        found, here = self.trial.hear(self._number, figures), self.session.membership
+        if found and here.rank == 0:
+            log.info("group %r: gradients go from now on %s", here.group, found)
 
     def way(self, plan: Plan, number: int, timeout: float, signal: Signal) -> Way:
         """Return the way in the present epoch of a module, the one with the commit ``number``. Connect if need be."""
@@ -95,7 +138,8 @@ class Directs:
             else:
                 self.joint = introduce(self.session, name, self.devices)
             signal.on_interrupt(self.joint.give_up)
-            form(self.joint, self.session, signal)
+            patience = _FORM_SECONDS if self.trial is None else _TRIED_SECONDS + self.trial.seconds
+            form(self.joint, self.session, signal, patience)
         signal.on_interrupt(self.joint.give_up)
         return self.joint
 
@@ -103,6 +147,8 @@ class Directs:
         """Note that the present round is void."""
         self.give_up()
         self.voids += 1
+        if self.trial is not None:
+            self.trial.fail(self._number)
         rest = min(_REST_ROUNDS << (self.voids - 1), _MOST_REST_ROUNDS)
         self.rests_until = self.session.round + 1 + rest
 
@@ -127,12 +173,12 @@ def store_of(here: Welcome) -> tuple[str, str]:
     return next(filter(None, stores)), stores[here.rank].rpartition(":")[0]
 
 
-def form(joint: Communicator | Levels, session: Session, signal: Signal) -> None:
+def form(joint: Communicator | Levels, session: Session, signal: Signal, seconds: float = _FORM_SECONDS) -> None:
     """Find the other members. See `Communicator.form`.
 
     One that has not found them in time says so well within the time that the others wait for it.
     """
-    joint.form(signal, min(_FORM_SECONDS, session.timeout / 2))
+    joint.form(signal, min(seconds, session.timeout / 2))
 
 
 _of_worker: WeakKeyDictionary[Worker, Directs] = WeakKeyDictionary()

@@ -55,6 +55,7 @@ class _BlockPlane(DirectPlane):
         timeout: float | None,
     ) -> None:
         super().__init__(worker, plan, commit, staging, {torch.device("cpu"), device}, timeout)
+        self._directs.can_try = False
         self._staging = staging
 
     def within(self, timeout: float | None) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from gradserver.arguments import codec, number
-from gradserver.protocol.planes import DIRECT, SHM, TCP
+from gradserver.protocol.planes import AUTO, DIRECT, SHM, TCP
 from gradserver.tools.bench.spec import BACKENDS, FLOAT_BYTES, WIRES
 
 T = TypeVar("T")
 
-_PLANES = (TCP, SHM, DIRECT)
+_PLANES = (AUTO, TCP, SHM, DIRECT)
 """Planes of the suite `train`, where each worker has a host."""
 
 MAX_BYTES = 4 << 30

@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "number of workers; with --rate, of hosts with one worker each"
     one.add_argument("--workers", "--hosts", type=count, default="2", metavar="N", help=f"{text} (default 2)")
     _add_links(one, None, None, listed=True)
-    text = "contenders as WAY/WIRE: a plane (tcp, shm, direct) and a codec, ddp and fp32, bf16 or powersgd:RANK"
+    text = "contenders as WAY/WIRE: a plane (auto, tcp, shm, direct) and a codec, ddp and fp32, bf16 or powersgd:RANK"
     text += ", or over the backend of gradserver ddp-PLANE (torch's DDP) and own-PLANE (gradserver.torch's)"
     _option(one, "--contenders", parse.listed(parse.contender), _CONTENDERS, "NAME,…", text)
     text = "numbers of parameters of the GPT, about"

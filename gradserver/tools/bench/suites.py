@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from gradserver.tools.bench.cost import per_gigabyte
 from gradserver.tools.bench.fleet import Fleet, Measured, Needs
-from gradserver.tools.bench.places import Place
+from gradserver.tools.bench.places import Place, Shared
 from gradserver.tools.bench.report import Row
 from gradserver.tools.bench.session import Session
 from gradserver.tools.bench.spec import FLOAT_BYTES, WIRES, Case, Contender, Link
@@ -121,7 +121,7 @@ def lab(arguments: argparse.Namespace, workers: int) -> Iterator[Place]:
     """Make hosts with the links of the arguments."""
     coordinator = arguments.coordinator_rate or arguments.rate
     with netns.links(workers, arguments.rate, coordinator, arguments.congestion) as place:
-        yield place
+        yield Shared(place, 1)
 
 
 def link_names(arguments: argparse.Namespace) -> str:
