@@ -150,14 +150,14 @@ PROGRAM = Path(__file__).with_name("trial_training.py")
 
 
 def start(
-    stack: ExitStack, daemon: Daemon, world: int, steps: int, slow: str, hosts: int | None = None
+    stack: ExitStack, daemon: Daemon, world: int, steps: int, slow: str, hosts: int | None = None, *more: str
 ) -> list[Program]:
     """Start workers on as many hosts, or on a host each."""
     return [
         stack.enter_context(
             Program(
                 str(PROGRAM),
-                *(daemon.url, str(rank), str(world), str(steps), slow),
+                *(daemon.url, str(rank), str(world), str(steps), slow, *more),
                 environment={"GRADSERVER_HOST": f"host-{rank % (hosts or world)}", "OMP_NUM_THREADS": "1"},
                 loaded="torch",
             )
@@ -194,6 +194,13 @@ def test_two_hosts_exchange_among_themselves_where_the_coordinators_link_is_slow
     assert beside == "c" * 40
     assert "has no CUDA device" in plane
     assert digest == expected
+
+
+def test_a_round_that_is_skipped_has_no_vote() -> None:
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon("--workers", "2", "--nonfinite", "skip"))
+        ways, _ = ends(start(stack, daemon, 2, 30, "coordinator", None, str(8 + TRIED)))
+    assert ways == "c" * 8 + "d" * (TRIED + 1) + "c" * 9 + "d" * TRIED
 
 
 def test_rounds_stay_with_the_coordinator_where_the_way_between_hosts_is_slow() -> None:

@@ -1,8 +1,8 @@
 """A training by workers on hosts of their own. One way of their rounds is slow.
 
-Run as ``trial_training.py URL RANK WORLD STEPS SLOW``. Rounds of the way ``SLOW`` take longer: "coordinator" or
-"workers". With "unreachable" no worker reaches another one. In round `PAUSE` it waits for the test. At last it says the
-way of each round, and the weights.
+Run as ``trial_training.py URL RANK WORLD STEPS SLOW [INFINITE]``. Rounds of the way ``SLOW`` take longer:
+"coordinator" or "workers". With "unreachable" no worker reaches another one. Rank 0's gradients of the step ``INFINITE`` are that. In
+round `PAUSE` it waits for the test. At last it says the way of each round, and the weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def watch(slow: str) -> list[str]:
     return ways
 
 
-def main(url: str, rank: int, world: int, steps: int, slow: str) -> None:
+def main(url: str, rank: int, world: int, steps: int, slow: str, infinite: int = -1) -> None:
     torch.set_num_threads(1)
     ways = watch(slow)
     with gradserver.connect(url, rank, world, name=f"w{rank}", timeout=60.0, channel="tcp") as worker:
@@ -64,11 +64,13 @@ def main(url: str, rank: int, world: int, steps: int, slow: str) -> None:
                 say(f"paused {''.join(ways)}")
                 told()
             optimizer.zero_grad()
-            model(torch.randn(6, 8, generator=chance)).square().mean().backward()
-            optimizer.step()
+            loss = model(torch.randn(6, 8, generator=chance)).square().mean()
+            (loss * torch.inf if step == infinite and rank == 0 else loss).backward()
+            if not model.skipped:
+                optimizer.step()
         weights = b"".join(parameter.detach().numpy().tobytes() for parameter in module.parameters())
         say(f"ended {''.join(ways)} {hashlib.sha256(weights).hexdigest()}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], *map(int, sys.argv[6:]))

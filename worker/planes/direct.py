@@ -306,7 +306,7 @@ class DirectPlane:
         handle.wait(self._timeout)
         if overflowed and handle.not_finite is None:
             raise overflow(self._worker.round)
-        if vote is not None:
+        if vote is not None and not overflowed and handle.not_finite is None:  # else the commit may have no result
             self._directs.hear(times(self._markers, len(self._ordered)).tolist())
         for index, given in self._given.items():
             self._write(index, given, handle)
