@@ -1,8 +1,8 @@
 """A training by workers on hosts of their own. One way of their rounds is slow.
 
 Run as ``trial_training.py URL RANK WORLD STEPS SLOW [INFINITE]``. Rounds of the way ``SLOW`` take longer:
-"coordinator" or "workers". With "unreachable" no worker reaches another one. Rank 0's gradients of the step ``INFINITE`` are that. In
-round `PAUSE` it waits for the test. At last it says the way of each round, and the weights.
+"coordinator" or "workers". With "unreachable" no worker reaches another one. Rank 0's gradients of the step
+``INFINITE`` are that. In round `PAUSE` it waits for the test. At last it says the way of each round, and the weights.
 """
 
 from __future__ import annotations
@@ -73,4 +73,4 @@ def main(url: str, rank: int, world: int, steps: int, slow: str, infinite: int =
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], *map(int, sys.argv[6:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], *map(int, sys.argv[6:]))
