@@ -94,7 +94,7 @@ chaos-long: $(STAMP) ## Disturb groups of each kind for a minute each, and DataR
 	  --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done; done
 	for wire in bf16 fp16 topk:0.05 randomk:0.1; do $(BIN)/gradserver chaos --wire $$wire --workers 6 --seconds 60 \
 	  --every 1.5 --events kill,midpush,slow,join --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done
-	for plane in direct hierarchical; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 --every 1.5 \
+	for plane in direct hierarchical quicker; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 --every 1.5 \
 	  --events kill,midpush $(CHAOS_ARGS) || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.churn_ranges --seconds $(CHURN_SECONDS)
 

@@ -433,7 +433,7 @@ def owner_lives(name: str) -> bool:
         (["train", "--repetitions", "0"], "0 is out of range: 1 to 100,000"),
         (
             ["train", "--contenders", "ring/fp32"],
-            "'ring/fp32' is not a contender: write WAY/WIRE with tcp, shm, direct",
+            "'ring/fp32' is not a contender: write WAY/WIRE with auto, tcp, shm, direct",
         ),
         (["train", "--contenders", "ddp/int8"], "torch's wrapper has ddp/fp32, ddp/bf16, ddp/powersgd:RANK"),
         (["train", "--contenders", "ddp-shm/int8"], "the backend of torch.distributed has fp32 alone"),

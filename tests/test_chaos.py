@@ -217,7 +217,7 @@ def test_a_short_storm_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plane", ["direct", "hierarchical"])
+@pytest.mark.parametrize("plane", ["direct", "hierarchical", "quicker"])
 def test_deaths_of_workers_that_reduce_among_themselves_are_survived(plane: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradserver", "chaos", "--plane", plane, "--workers", "4", "--seconds", "60"]
     options = ["--events", "kill,midpush", "--every", "1.5", "--kills", "6", "--json", "--keep", str(tmp_path)]

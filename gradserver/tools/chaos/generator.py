@@ -32,7 +32,9 @@ Gloo and NCCL add in an order of their own. Then the oracle's comparison bit by 
 """
 LEVELED: Final = 1 << 61
 """Bit of a seed: workers are on two hosts, and reduce in each before they exchange."""
-BITS: Final = {AUTO: 0, DIRECT: COARSE, HIERARCHICAL: COARSE | LEVELED}
+QUICKER: Final = "quicker"
+"""In place of a plane: each worker is on a host of its own, and rounds take the quicker way."""
+BITS: Final = {AUTO: 0, DIRECT: COARSE, HIERARCHICAL: COARSE | LEVELED, QUICKER: COARSE}
 """Bits of the seed, by plane."""
 STEP: Final = np.float32(0.01)
 """Learning rate: the part of a mean by which weights change in a round."""

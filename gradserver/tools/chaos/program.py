@@ -32,7 +32,7 @@ import numpy.typing as npt
 import zmq
 
 import gradserver
-from gradserver.protocol.planes import AMONG_MEMBERS, HIERARCHICAL
+from gradserver.protocol.planes import AUTO, HIERARCHICAL
 from gradserver.tools.chaos import generator, tally
 from gradserver.tools.chaos.exchange import Exchange, Reduced, directly
 from gradserver.tools.chaos.workload import Workload
@@ -60,7 +60,7 @@ class Settings(AsJson):
         pace: time that it computes in each round, in seconds.
         world: number of workers that begin the group; 0 for a worker that joins later.
         plane: "direct" to reduce gradients among the workers, with gloo; "hierarchical" to do so on each of two hosts;
-            "auto" to send them to the coordinator.
+            "quicker" to be on a host of its own, and to take the quicker way; "auto" to send them to the coordinator.
     """
 
     url: str
@@ -123,18 +123,18 @@ class Program:
 
     def _join(self) -> gradserver.Worker:
         s = self._settings
-        if s.plane == HIERARCHICAL:
-            os.environ["GRADSERVER_HOST"] = generator.host(s.name)
-        world, wire = s.world or None, self._workload.wire
+        if s.plane in (HIERARCHICAL, generator.QUICKER):
+            os.environ["GRADSERVER_HOST"] = generator.host(s.name) if s.plane == HIERARCHICAL else s.name
+        world, wire, plane = s.world or None, self._workload.wire, AUTO if s.plane == generator.QUICKER else s.plane
         return gradserver.connect(
-            s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=s.plane, wire=wire
+            s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=plane, wire=wire
         )
 
     def _train(self, worker: gradserver.Worker) -> None:
         if self._workload.is_local:
             self._train_locally(worker)
             return
-        exchange = directly(worker) if self._settings.plane in AMONG_MEMBERS else Reduced(worker)
+        exchange = directly(worker) if self._settings.plane != AUTO else Reduced(worker)
         worker.serve_state(lambda: {"weights": self._weights})
         if worker.joins:
             worker.enter(self._install)
@@ -209,7 +209,7 @@ class Program:
         weight = generator.weight(seed, name, number)
         self._say("gives", round=number, rank=worker.rank)
         pieces = self._dies_after if gave else 0
-        sends_nothing = worker.channel == "shm" or self._settings.plane in AMONG_MEMBERS
+        sends_nothing = worker.channel == "shm" or self._settings.plane != AUTO
         if pieces and not sends_nothing:
             _when_sent(pieces, lambda: self._die(number))
         for count, part in enumerate(exchange.order, start=1):
@@ -217,7 +217,7 @@ class Program:
             exchange.push(part, weight)
             if pieces == count and sends_nothing:
                 self._die(number)
-        if pieces and self._settings.plane in AMONG_MEMBERS:
+        if pieces and self._settings.plane != AUTO:
             self._die_while_waiting(number, (pieces - len(exchange.order)) * _WAITS_SECONDS)
         elif pieces:  # there were fewer pieces
             self._die(number)
