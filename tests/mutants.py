@@ -108,10 +108,10 @@ MUTANTS: Final = (
         (
             Change(
                 "gradserver/reducer.py",
-                "            if target is not result and target is not result.base:\n                target[cut] = result\n",
-                "            if target is not result and target is not result.base:\n                target[cut] = result\n"
+                "                target[cut] = result\n        return None\n",
+                "                target[cut] = result\n"
                 "        if self._op is Op.MEAN and len(self._targets) > 1:\n"
-                "            self._targets[0][cut].view(np.uint8)[0] ^= 1\n",
+                "            self._targets[0][cut].view(np.uint8)[0] ^= 1\n        return None\n",
             ),
         ),
     ),
