@@ -67,7 +67,7 @@ test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt
 
 # Trainers lie beside .venv, so that no other test depends on what they bring along.
 test-trainers: $(TRAINERS)/.installed ## Run trainers (Lightning, Accelerate, transformers, Ray) over the backend of torch
-	$(TRAINERS)/bin/python -m pytest -m trainers -p no:cacheprovider $(TEST_ARGS) tests/test_trainers.py
+	$(TRAINERS)/bin/python -m pytest -m trainers -p no:cacheprovider --numprocesses 2 --dist worksteal $(TEST_ARGS) tests/test_trainers.py
 
 $(TRAINERS)/.installed: $(STAMP) pyproject.toml constraints.txt
 	@echo "Setting up $(TRAINERS): the pinned trainers. Takes one to five minutes and 500 MB."
