@@ -135,6 +135,21 @@ def test_after_a_departure_the_way_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     assert members.share(21, 24) == 1.0
 
 
+def test_departures_in_a_row_end_no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {False: 0.9, True: 0.45}
+    members = Members(4, lambda _, is_direct: slow[is_direct], monkeypatch)
+    members.train(20)
+    for number in (20, 21, 22):
+        members.trials.pop()
+        for one in members.trials:
+            one.fail(number)
+            one.renew(number + 1)
+        members.round = number + 1
+    slow[False] = 0.1
+    members.train(60)
+    assert members.share(50, 83) < 0.5, "the way that became the quicker one is found"
+
+
 def test_rounds_of_several_modules_are_not_timed_and_go_over_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Trial(0)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)

@@ -75,7 +75,7 @@ class Trial:
     def renew(self, number: int) -> None:
         """Go on in a membership that lacks some of the last one's members, with the round ``number``."""
         self._is_barred = False
-        self._period = _FIRST
+        self._period, self._failures = _FIRST, 0
         for measured in self._seconds.values():
             measured.clear()
         self._schedule(number)
@@ -83,7 +83,7 @@ class Trial:
     def goes_direct(self, number: int) -> bool:
         """Tell whether round ``number`` goes from worker to worker."""
         chosen, place = self._is_direct and not self._is_barred, number - self._begin
-        if self._failures == _MOST_FAILURES or not self._seconds[chosen]:
+        if self._failures >= _MOST_FAILURES or not self._seconds[chosen]:
             return chosen  # the other way does not exist, or there is nothing to compare it with
         return not chosen if 0 <= place < TRIED else chosen or self.votes(number)
 
