@@ -67,7 +67,8 @@ test-lowest: ## Run the tests with the oldest supported dependencies (lowest.txt
 
 # Trainers lie beside .venv, so that no other test depends on what they bring along.
 test-trainers: $(TRAINERS)/.installed ## Run trainers (Lightning, Accelerate, transformers, Ray) over the backend of torch
-	$(TRAINERS)/bin/python -m pytest -m trainers -p no:cacheprovider --numprocesses 2 --dist worksteal $(TEST_ARGS) tests/test_trainers.py
+	$(TRAINERS)/bin/python -m pytest -m trainers -p no:cacheprovider --numprocesses 2 --dist worksteal $(TEST_ARGS) \
+	  tests/test_trainers.py
 
 $(TRAINERS)/.installed: $(STAMP) pyproject.toml constraints.txt
 	@echo "Setting up $(TRAINERS): the pinned trainers. Takes one to five minutes and 500 MB."
@@ -94,8 +95,8 @@ chaos-long: $(STAMP) ## Disturb groups of each kind for a minute each, and DataR
 	  --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done; done
 	for wire in bf16 fp16 topk:0.05 randomk:0.1; do $(BIN)/gradserver chaos --wire $$wire --workers 6 --seconds 60 \
 	  --every 1.5 --events kill,midpush,slow,join --coordinator-kill 12 --stall 20 $(CHAOS_ARGS) || exit 1; done
-	for plane in direct hierarchical quicker; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 --every 1.5 \
-	  --events kill,midpush $(CHAOS_ARGS) || exit 1; done
+	for plane in direct hierarchical quicker; do $(BIN)/gradserver chaos --plane $$plane --workers 6 --seconds 60 \
+	  --every 1.5 --events kill,midpush $(CHAOS_ARGS) || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.churn_ranges --seconds $(CHURN_SECONDS)
 
 kills: $(STAMP) ## Kill the coordinator every three seconds under each kind of group, and compare the weights

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from gradserver.status import fetch
-from tests.cluster import PATIENCE, ROOT, Program, wait_until
+from tests.cluster import PATIENCE, ROOT, Program, marked, wait_until
 
 Write = Callable[[str], str]
 NOBODY = ("--coordinator", "tcp://127.0.0.1:1")
@@ -52,9 +52,9 @@ def launched(*arguments: str, **environment: str) -> Iterator[Program]:
     try:
         with Program(*words, environment={"LAUNCHED": mark, "GRADSERVER_URL": "", **environment}) as program:
             yield program
-        wait_until(lambda: not alive(mark), "all processes have ended")
+        wait_until(lambda: not marked("LAUNCHED", mark), "all processes have ended")
     finally:
-        for pid in alive(mark):
+        for pid in marked("LAUNCHED", mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -64,16 +64,6 @@ def shell_command(*arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "gradserver", "run", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
-
-
-def alive(mark: str) -> list[int]:
-    """Return the processes with a mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"LAUNCHED={mark}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, list[str], list[str]]:

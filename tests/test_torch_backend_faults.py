@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from gradserver.protocol.errors import WorkerLostError
 from gradserver.torch.coordinator import addresses
 from gradserver.torch.errors import as_torchs
-from tests.cluster import BUSY, ROOT, STARTED_WITHIN, Daemon, Program, wait_until
+from tests.cluster import BUSY, ROOT, STARTED_WITHIN, Daemon, Program, marked, wait_until
 from tests.test_torch_backend import ranks
 
 ENTRY = ROOT / "gradserver/torch/entry"
@@ -31,20 +30,10 @@ def failure(program: Program, within: float = STARTED_WITHIN) -> tuple[str, str,
     return kind, text, seconds
 
 
-def coordinators() -> dict[int, int]:
-    """Return the processes of coordinators that ranks have started, with the process that each belongs to."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if b"gradserver.torch.coordinator" in (folder / "cmdline").read_bytes():
-                environment = (folder / "environ").read_bytes()
-                (owner,) = re.findall(rb"GRADSERVER_TEST_OWNER=(\d+)", environment) or [b"0"]
-                found[int(folder.name)] = int(owner)
-    return found
-
-
 def own_coordinators() -> list[int]:
-    return [pid for pid, owner in coordinators().items() if owner == os.getpid()]
+    """Return the processes of coordinators that ranks of this process's tests have started."""
+    own = marked("GRADSERVER_TEST_OWNER", str(os.getpid()))
+    return [pid for pid, command in own.items() if "gradserver.torch.coordinator" in command]
 
 
 OWNER = {"GRADSERVER_TEST_OWNER": str(os.getpid())}

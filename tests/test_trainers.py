@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gradserver.engine.records import Round
-from tests.cluster import ROOT, Daemon, Program, wait_until
+from tests.cluster import ROOT, Daemon, Program, marked, wait_until
 from tests.test_late_restart import records
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
@@ -110,10 +110,9 @@ def test_accelerates_own_scripts_pass(module: str) -> None:
     ("victim", "number"), [("driver", signal.SIGINT), ("driver", signal.SIGKILL), ("worker", signal.SIGKILL)]
 )
 def test_no_coordinator_is_left_over_behind_ray(victim: str, number: signal.Signals) -> None:
-    mark = f"LEFT_OVER={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
+    mark = "LEFT_OVER", uuid.uuid4().hex
     script = str(EXAMPLES / "ray_train.py")
-    own = {name: value, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own = dict([mark], OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     with Program(script, "--epochs", "1000000", environment=own, loaded="") as driver:
         try:
             wait_until(lambda: any("epoch 100: loss" in line for line in driver.so_far()), "two workers train", SECONDS)
@@ -121,24 +120,14 @@ def test_no_coordinator_is_left_over_behind_ray(victim: str, number: signal.Sign
             os.kill(parent if victim == "worker" else driver.pid, number)
             wait_until(lambda: not coordinators(mark), f"coordinator {coordinator} has ended", 60.0)
         finally:
-            for pid in marked(mark):
+            for pid in marked(*mark):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def marked(mark: str) -> dict[int, list[str]]:
-    """Return the command of each process that has a variable in its environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
-    return found
-
-
-def coordinators(mark: str) -> list[tuple[int, int]]:
+def coordinators(mark: tuple[str, str]) -> list[tuple[int, int]]:
     """Return the process of each coordinator that a rank has started, and its parent."""
-    pids = [pid for pid, command in marked(mark).items() if "gradserver.torch.coordinator" in command]
+    pids = [pid for pid, command in marked(*mark).items() if "gradserver.torch.coordinator" in command]
     return [(pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])) for pid in pids]
 
 

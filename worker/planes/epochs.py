@@ -9,7 +9,6 @@ to catch up, or two members that cannot reach each other.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from gradserver.protocol.log import log
 from gradserver.protocol.messages import Welcome
 from gradserver.protocol.offers import by_host
 from gradserver.protocol.plan import Plan
@@ -30,8 +30,6 @@ from gradserver.worker.planes.levels import Levels, MakeWorker
 from gradserver.worker.planes.plane import Way
 from gradserver.worker.planes.trial import Trial, is_tried
 from gradserver.worker.session import Session
-
-log = logging.getLogger("gradserver")
 
 _FORM_SECONDS: Final = 20.0
 """Seconds in which members have to find each other when an epoch begins."""

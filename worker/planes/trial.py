@@ -17,7 +17,6 @@ heard of a membership in the same round meet in a later trial. All decide alike,
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,8 +29,6 @@ from torch import Tensor
 from gradserver.protocol.messages import Welcome
 from gradserver.protocol.offers import backend_of
 from gradserver.protocol.planes import AUTO, DIRECT, GLOO
-
-log = logging.getLogger("gradserver")
 
 _UNCOUNTED: Final = 2
 """Rounds behind a change of the way that are not timed: connections are made, and grow quick."""

@@ -157,14 +157,14 @@ def _host_of_devices(case: Case) -> str:
     return next((repr(name) for name in found), "")
 
 
-_no_device_of_its_own: Final = _first_without(lambda offer: not offer.devices, "has no CUDA device")
+_first_without_device: Final = _first_without(lambda offer: not offer.devices, "has no CUDA device")
 
 
 def _no_device(case: Case) -> str:
     """Return the first worker without a device, unless none has one, and each is on a host of its own."""
     offers = [offer for _, offer in case.workers]
     can_try = not any(offer.devices for offer in offers) and 1 < len(by_host(offers)) == len(offers)
-    return "" if can_try else _no_device_of_its_own(case)
+    return "" if can_try else _first_without_device(case)
 
 
 def _torch_differs(case: Case) -> str:
@@ -342,12 +342,10 @@ def choose(case: Case, demanded: str = AUTO) -> Choice:
 def _best(case: Case) -> Choice:
     """Return the plane that nothing is in the way of, where none is demanded."""
     direct, levels = (_obstacle(OBSTACLES[plane], case, lambda _: True) for plane in AMONG_MEMBERS)
-    if direct is None and case.uses_nccl:
-        return Choice(DIRECT, f"each worker has a CUDA device of its own and NCCL {case.workers[0].offer.nccl}")
     if direct is None:
-        return Choice(
-            DIRECT, "each worker is on a host of its own: rounds go over the coordinator where that is quicker"
-        )
+        with_nccl = f"each worker has a CUDA device of its own and NCCL {case.workers[0].offer.nccl}"
+        tried = "each worker is on a host of its own: rounds go over the coordinator where that is quicker"
+        return Choice(DIRECT, with_nccl if case.uses_nccl else tried)
     if levels is None:
         return Choice(HIERARCHICAL, _cut(f"{direct[0]}, and workers on {_host_of_devices(case)} have one each"))
     return Choice(_farthest(case), _cut(direct[0]))

@@ -57,9 +57,7 @@ class Way(NamedTuple):
 
     def contender(self, settings: Settings, steps: int) -> Contender:
         """Return it as the processes know it, to train as many steps."""
-        engine = {DDP: "ddp", ALONE: "alone"}.get(self.plane, "ours")
-        if self.plane in BACKENDS:
-            engine = "own" if self.plane.startswith("own") else "ddp"
+        engine = {"ddp": "ddp", "own": "own", ALONE: "alone"}.get(self.plane.partition("-")[0], "ours")
         options = {"settings": asdict(settings), "engine": engine, "start": powersgd_start(steps)}
         plane = self.plane if engine == "ours" else BACKENDS.get(self.plane, "")
         return Contender(f"{self.plane} {self.wire}", "step", self.wire, "", options, plane)

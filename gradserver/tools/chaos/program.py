@@ -123,9 +123,11 @@ class Program:
 
     def _join(self) -> gradserver.Worker:
         s = self._settings
-        if s.plane in (HIERARCHICAL, generator.QUICKER):
-            os.environ["GRADSERVER_HOST"] = generator.host(s.name) if s.plane == HIERARCHICAL else s.name
-        world, wire, plane = s.world or None, self._workload.wire, AUTO if s.plane == generator.QUICKER else s.plane
+        world, wire, plane = s.world or None, self._workload.wire, s.plane
+        if s.plane == HIERARCHICAL:
+            os.environ["GRADSERVER_HOST"] = generator.host(s.name)
+        elif s.plane == generator.QUICKER:
+            os.environ["GRADSERVER_HOST"], plane = s.name, AUTO
         return gradserver.connect(
             s.url, world_size=world, name=s.name, timeout=s.timeout, channel=s.channel, plane=plane, wire=wire
         )
