@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -59,3 +60,14 @@ def growth_of(exchange: Callable[[int], None], before: int, more: int) -> int:
     exchange(more)
     gc.collect()
     return sys.getallocatedblocks() - blocks
+
+
+def names_in_shm() -> set[str]:
+    """Return the names of this machine's shared segments.
+
+    Folders are of other programs. Semaphores, which glibc names ``sem.*``, are of the tests that run beside this one
+    and use multiprocessing: the product has none.
+    """
+    with os.scandir("/dev/shm") as entries:
+        files = {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+    return {name for name in files if not name.startswith("sem.")}

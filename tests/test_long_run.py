@@ -14,6 +14,7 @@ import pytest
 from gradserver.transport.traffic import STRANGERS_KNOWN
 from tests.cluster import Daemon, Program, wait_until
 from tests.long_run_program import LEADER
+from tests.memory import names_in_shm
 
 PROGRAM = Path(__file__).with_name("long_run_program.py")
 MEGABYTE = 1_000_000
@@ -138,7 +139,7 @@ class Run:
 
 def run(directory: Path, parts: int, rounds: int) -> list[list[int]]:
     """Run so many parts of so many rounds, with a death after each. Return the memory after each."""
-    files = sorted(os.listdir("/dev/shm"))
+    names = names_in_shm()
     with ExitStack() as stack:
         group = Run(stack, directory)
         group.fill_stores()
@@ -149,7 +150,7 @@ def run(directory: Path, parts: int, rounds: int) -> list[list[int]]:
             if part < parts - 1:
                 group.replace_victim()
         assert group.end() > parts * rounds
-    assert sorted(os.listdir("/dev/shm")) == files
+    assert names_in_shm() == names
     return group.memory
 
 

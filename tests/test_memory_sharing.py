@@ -74,6 +74,7 @@ from gradserver.worker.transport.shared_memory import ARENA_BYTES, OWN_SEGMENT_B
 from gradserver.worker.transport.tcp import TcpChannel
 from tests.cluster import PATIENCE, ROOT, Daemon, Program, Task, coordinator, together, wait_until
 from tests.examples import examples
+from tests.memory import names_in_shm
 from tests.strangers import Stranger
 from tests.unix_host import WORKER, Host, Hostile
 
@@ -760,12 +761,6 @@ def test_any_bytes_are_a_packet_or_malformed(packet: bytes) -> None:
 
 
 # ── a whole system ────────────────────────────────────────────────────────────────────────────────────
-
-
-def names_in_shm() -> set[str]:
-    """Return the names of segments. Folders are of other programs."""
-    with os.scandir("/dev/shm") as entries:
-        return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
 
 
 SHARE = """
