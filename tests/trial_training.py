@@ -24,7 +24,7 @@ from tests.worker_programs import say, told
 
 PAUSE = 30
 """The round in which the test decides what is next, of a training that is as long."""
-LONGER = 0.03
+LONGER = 0.1
 
 
 def watch(slow: str) -> list[str]:
