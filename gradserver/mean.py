@@ -211,7 +211,8 @@ def narrow(values: Array, dtype: DType, stored: np.dtype[Any]) -> Array:
 
 def fold(op: Op, is_complex: bool, rows: Sequence[Array | None], out: Array) -> Array:
     """Compute the sum, minimum, maximum or product of rows, in ``out`` or in new memory; None stands for zeros."""
-    result, *others = [np.zeros_like(out) if values is None else values for values in rows]
+    zeros = np.zeros_like(out)  # costs next to nothing before it is read
+    result, *others = [zeros if values is None else values for values in rows]
     for values in others:
         result = multiply(result, values) if is_complex and op is Op.PRODUCT else FOLDS[op](result, values, out=out)
     if not others:

@@ -59,10 +59,9 @@ class Trial:
     """
 
     def __init__(self, number: int) -> None:
-        self._is_direct = self._is_barred = False
-        self._period, self._failures = _FIRST, 0
+        self._is_direct = False
         self._seconds = {way: deque[float](maxlen=_COUNTED) for way in (False, True)}
-        self._schedule(number)
+        self.renew(number)
 
     def _schedule(self, number: int) -> None:
         """Choose the next trial. ``number`` is the next round."""
@@ -70,7 +69,7 @@ class Trial:
         self._begin = -(-(number + TRIED) // self._period) * self._period
 
     def renew(self, number: int) -> None:
-        """Go on in a membership that lacks some of the last one's members, with the round ``number``."""
+        """Keep the way in a membership that lacks some of the last one's members, from the round ``number`` on."""
         self._is_barred = False
         self._period, self._failures = _FIRST, 0
         for measured in self._seconds.values():
